@@ -14,14 +14,15 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
 from colocated_grpo.rollout.vllm import sampling_kernels
+from colocated_grpo.rollout.vllm import siblings as sibling_kernel
 from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode, most_siblings
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
 from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advance, sample
-from colocated_grpo.rollout.vllm.siblings import LEAST_BLOCKS, find_siblings
 
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
 BLOCK = 16
+LEAST_BLOCKS = sibling_kernel.LEAST_TOKENS // BLOCK
 GROUPS = [(2, 100), (3, LEAST_BLOCKS * BLOCK), (11, LEAST_TOKENS + 100), (2, (LEAST_BLOCKS - 1) * BLOCK)]
 """Siblings and prompt tokens of groups. The last prompt is too short to be read once for both siblings."""
 
@@ -70,7 +71,7 @@ def assert_attention_is_softmax(
     out = torch.full_like(query, float("nan"))
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
     most = most_siblings(query, keys)
-    siblings = find_siblings(table, lengths_B, BLOCK, most) if most > 1 else None
+    siblings = sibling_kernel.find_siblings(table, lengths_B, BLOCK, most) if most > 1 else None
     once = table.clone()
     for (first, count), shared in groups.items() if siblings else ():
         for row in range(first, first + count):

@@ -3,8 +3,8 @@
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
 is limited by the bandwidth of these reads, which an fp8 cache halves. FlashAttention 3 is about as fast for long
 sequences, but takes up to 2.7 times as long for many short ones: docs/results/decode_uneven_1xh200.json. With an fp8
-cache it is no faster than these kernels with 16 bits: docs/results/fp8_cache_1xh200.json. Completions of one prompt
-read its whole blocks together, up to eight of them at once.
+cache it is no faster than these kernels with 16 bits: docs/results/fp8_cache_1xh200.json. `decode_prefix`
+reads the whole blocks of a prompt once for several of its completions.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ import torch
 import triton
 from torch import Tensor
 
-from colocated_grpo.rollout.vllm.decode_kernels import decode_own, decode_shared
+from colocated_grpo.rollout.vllm.decode_kernels import decode_own, decode_prefix
 from colocated_grpo.rollout.vllm.siblings import Siblings, SiblingsOfStep
 
 FEWEST_SEQUENCES = 32
@@ -23,10 +23,11 @@ HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Largest number of query heads per key-value head. These heads are the rows of one tile."""
-SHARED_ROWS = 16
-"""Queries of one program that reads the tokens of siblings."""
+PREFIX_ROWS = 16
+"""Rows of a program of `decode_prefix`: query heads per key-value head, times siblings."""
 LEAST_WIDTH = 512
-"""Fewest numbers in a token's keys. Narrower caches of siblings are read so fast that another launch costs more."""
+"""Smallest product of key-value heads and head size for which `decode_prefix` is launched. For SmolLM2 (192) the launch
+costs more than it saves, for 1,024 it saves: docs/results/decode_siblings_1xh200.json."""
 FP8 = torch.float8_e4m3fn
 FP8_RANGE = torch.finfo(FP8)
 MOST_PARTS = 8
@@ -65,7 +66,7 @@ def shape_for(programs: int, shared_memory: int) -> LaunchShape:
 
 
 def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[], None]) -> Callable[..., object]:
-    """Return the backend's `flash_attn_varlen_func` that uses this kernel for supported calls.
+    """Return the backend's `flash_attn_varlen_func` that uses these kernels for supported calls.
 
     Others go to vLLM's kernel, which needs fp8 queries for an fp8 cache. Install before CUDA graphs are captured.
     """
@@ -114,8 +115,9 @@ def decode(
     """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
     query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
-    siblings: at most `most_siblings` in each tile; None: each sequence is read alone. cache_scales: of keys and values
-    in FP8; the first element of each counts. A sequence of length 0 (padding of a captured graph) gives zeros.
+    siblings: with at most `most_siblings` of them together; None: each sequence is read separately. cache_scales: of
+    keys and values in FP8; the first element of each counts. A sequence of length 0 (padding of a captured graph) gives
+    zeros.
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
@@ -125,7 +127,7 @@ def decode(
     if cache_scales is not None:
         keys, values = keys.view(torch.uint16), values.view(torch.uint16)  # two numbers in each
     key_scale, value_scale = cache_scales or (query, query)
-    scale *= 1.4426950408889634  # log2(e): the kernel's exponentials are powers of two
+    scale *= 1.4426950408889634  # log2(e): the kernels' exponentials are powers of two
     strides = *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0)
     grid = kv_heads, sequences, parts  # heads first: the heads of one token are adjacent in the cache
     options = {
@@ -134,17 +136,17 @@ def decode(
         "num_stages": shape.stages, "LEAST": LEAST_TOKENS,
     }  # fmt: skip
     own = _partial_results(query.device, group, size, "own")
-    shared_tokens, shared, overlaps = lengths, own[:3], False
+    prefix_tokens, prefix, overlaps = lengths, own[:3], False  # pointers that are not read
     if siblings is not None:
-        shared_tokens, overlaps = siblings.tokens, _can_overlap(query.device)
-        *shared, finished = _partial_results(query.device, group, size, "shared")
-        decode_shared[grid](
-            query, keys, values, table, *siblings, *shared, finished, key_scale, scale, *strides, parts,
-            ROWS=SHARED_ROWS, OVERLAPS=overlaps, **options,
+        prefix_tokens, overlaps = siblings.tokens, _can_overlap(query.device)
+        *prefix, finished = _partial_results(query.device, group, size, "prefix")
+        decode_prefix[grid](
+            query, keys, values, table, *siblings, *prefix, finished, key_scale, scale, *strides, parts,
+            ROWS=PREFIX_ROWS, OVERLAPS=overlaps, **options,
         )  # fmt: skip
     decode_own[grid](
-        query, keys, values, out, table, lengths, shared_tokens, *shared, *own, key_scale, value_scale, scale, *strides,
-        *out.stride()[:2], parts, ROWS=MOST_QUERY_HEADS, SHARES=siblings is not None, OVERLAPS=overlaps,
+        query, keys, values, out, table, lengths, prefix_tokens, *prefix, *own, key_scale, value_scale, scale, *strides,
+        *out.stride()[:2], parts, ROWS=MOST_QUERY_HEADS, HAS_PREFIX=siblings is not None, OVERLAPS=overlaps,
         launch_pdl=overlaps, **options,
     )  # fmt: skip
     return out
@@ -154,9 +156,9 @@ def most_siblings(query: Tensor, keys: Tensor) -> int:
     """Return how many siblings' queries one program takes. The arguments are those of `decode`."""
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # the latter have no place for results
+    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # there is memory for so many results
         return 1
-    return SHARED_ROWS * kv_heads // heads
+    return PREFIX_ROWS * kv_heads // heads
 
 
 def parts_for(programs: int, longest: int) -> int:
@@ -174,7 +176,7 @@ def parts_for(programs: int, longest: int) -> int:
 def _partial_results(device: torch.device, group: int, size: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return memory for parts: weighted sums of values, largest scores, sums of exponentials (masses); finished parts.
 
-    Never freed, because CUDA graphs contain its address. The kernel leaves the counts of finished parts at zero.
+    Never freed, because CUDA graphs contain its address. The kernels leave the counts of finished parts at zero.
     """
     sums = torch.empty(MOST_PROGRAMS * group, size, device=device)
     tops, masses = torch.empty(2, MOST_PROGRAMS * group, device=device)
@@ -183,7 +185,7 @@ def _partial_results(device: torch.device, group: int, size: int, kind: str) -> 
 
 @cache
 def _can_overlap(device: torch.device) -> bool:
-    """Return True if programs of a kernel can start before the former kernel has ended."""
+    """Return True if a kernel can start before the previous one has ended (programmatic dependent launch)."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
 
 

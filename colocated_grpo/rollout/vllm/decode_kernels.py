@@ -1,7 +1,8 @@
 """Triton kernels of `decode_attention`.
 
-Rows are query heads of one key-value head, of one sequence or of siblings. Each program reads a part of the tokens. Its
-results for a row are the largest score, the sum of exponentials (mass), and the weighted sum of values.
+The rows of a program are the query heads that use one key-value head: those of one sequence (`decode_own`) or of
+several siblings (`decode_prefix`). Each program reads a part of the tokens. A row's results are the largest score, the
+sum of exponentials (mass), and the weighted sum of values.
 """
 
 import triton.language as tl
@@ -29,7 +30,7 @@ def _unpacked(pairs):
 
 @jit
 def _span(tokens, parts, LEAST: tl.constexpr):
-    """Return the tokens of one part."""
+    """Return the number of tokens of a part."""
     return tl.maximum(tl.cdiv(tl.cdiv(tokens, parts), LEAST), 1) * LEAST
 
 
@@ -41,7 +42,7 @@ def _read(
 ):  # fmt: skip
     """Read the tokens from `begin` to `end`. Returns each row's largest score, mass and weighted sum.
 
-    blocks: pointer to the block ids of the tokens from 0 on.
+    blocks: pointer to the id of the block with token 0.
     """
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -86,7 +87,7 @@ def _read(
 def _added(sums, tops, masses, place, step, used, real, ROWS: tl.constexpr, SIZE: tl.constexpr):
     """Add the `used` parts of each row in a fixed order, whichever ended last.
 
-    place: [ROWS] of the first part; step: to the next. Returns the same as `_read`.
+    place: [ROWS] index of each row's first part; step: distance to its next part. Returns the same as `_read`.
     """
     top = tl.full([ROWS], float("-inf"), tl.float32)
     mass = tl.zeros([ROWS], tl.float32)
@@ -99,7 +100,7 @@ def _added(sums, tops, masses, place, step, used, real, ROWS: tl.constexpr, SIZE
 
 @jit
 def _combined(top, mass, total, other_top, other_mass, other_total):
-    """Add the results of two sets of tokens."""
+    """Return the results for two sets of tokens together."""
     new_top = tl.maximum(top, other_top)
     shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
     total = total * shrink[:, None] + other_total * other_shrink[:, None]
@@ -122,23 +123,23 @@ def _store(sums, tops, masses, place, top, mass, total, real, SIZE: tl.constexpr
 
 
 @jit
-def decode_shared(
-    query, keys, values, table, firsts, counts, shared_tokens, sums, tops, masses, finished, key_scale, scale,
+def decode_prefix(
+    query, keys, values, table, firsts, counts, prefix_tokens, sums, tops, masses, finished, key_scale, scale,
     query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
     parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     LEAST: tl.constexpr, QUANTIZED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Read the tokens that siblings share, once for all of them. The results are at each sibling's first part."""
+    """Read the tokens that siblings have in common. Each one's results are stored in the place of its first part."""
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     first = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    shared = tl.multiple_of(tl.load(shared_tokens + first), BLOCK)
-    span = _span(shared, parts, LEAST)
+    prefix = tl.multiple_of(tl.load(prefix_tokens + first), BLOCK)
+    span = _span(prefix, parts, LEAST)
     begin = part * span
-    if (begin < shared) & (tl.load(firsts + first) == first):
+    if (begin < prefix) & (tl.load(firsts + first) == first):
         row = tl.arange(0, ROWS)
         real = row < GROUP * tl.load(counts + first)
         sequence = first + row // GROUP
@@ -148,12 +149,12 @@ def decode_shared(
         if QUANTIZED:
             scale *= tl.load(key_scale)
         top, mass, total = _read(
-            q, keys, values, table + first * table_sequence, begin, tl.minimum(shared, begin + span), head, scale,
+            q, keys, values, table + first * table_sequence, begin, tl.minimum(prefix, begin + span), head, scale,
             key_block, key_token, key_head, value_block, value_token, value_head, BLOCK, ROWS, SIZE, TILE, QUANTIZED,
         )  # fmt: skip
         place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row % GROUP
         _store(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
-        used = tl.cdiv(shared, span)
+        used = tl.cdiv(prefix, span)
         if used > 1:
             tl.debug_barrier()  # all threads have stored before the count is raised
             counter = finished + first * tl.num_programs(0) + head
@@ -166,19 +167,19 @@ def decode_shared(
 
 @jit
 def decode_own(
-    query, keys, values, out, table, lengths, shared_tokens, shared_sums, shared_tops, shared_masses,
+    query, keys, values, out, table, lengths, prefix_tokens, prefix_sums, prefix_tops, prefix_masses,
     sums, tops, masses, finished, key_scale, value_scale, scale,
     query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
     out_sequence, out_head, parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
-    LEAST: tl.constexpr, QUANTIZED: tl.constexpr, SHARES: tl.constexpr, OVERLAPS: tl.constexpr,
+    LEAST: tl.constexpr, QUANTIZED: tl.constexpr, HAS_PREFIX: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Read each sequence's own tokens, and add the results of `decode_shared` to those of the first part."""
+    """Read each sequence's own tokens, and add the results of `decode_prefix` to those of the first part."""
     head = tl.program_id(0)
     sequence = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    shared = tl.multiple_of(tl.load(shared_tokens + sequence), BLOCK) if SHARES else 0
-    length = tl.load(lengths + sequence) - shared
+    prefix = tl.multiple_of(tl.load(prefix_tokens + sequence), BLOCK) if HAS_PREFIX else 0
+    length = tl.load(lengths + sequence) - prefix
     span = _span(length, parts, LEAST)
     begin = part * span
     if (begin < length) | (part == 0):
@@ -190,20 +191,22 @@ def decode_own(
         q = tl.load(q_at, mask=real[:, None], other=0.0)
         if QUANTIZED:
             scale *= tl.load(key_scale)
-        # Where it is used, it equals `real`. Computed there, the compiler takes 106 registers instead of 93 (heads of
-        # 128), and only four programs fit on a multiprocessor instead of five.
-        with_shared = row < tl.where((part == 0) & (shared > 0), GROUP, 0)
+        # The same as `real` where it is used. But if it is computed there, the kernel needs 106 registers instead of 93
+        # (heads of 128), and only four programs fit on a multiprocessor instead of five.
+        with_prefix = row < tl.where((part == 0) & (prefix > 0), GROUP, 0)
         top, mass, total = _read(
-            q, keys, values, table + sequence * table_sequence + shared // BLOCK, begin,
+            q, keys, values, table + sequence * table_sequence + prefix // BLOCK, begin,
             tl.minimum(length, begin + span), head, scale,
             key_block, key_token, key_head, value_block, value_token, value_head, BLOCK, ROWS, SIZE, TILE, QUANTIZED,
         )  # fmt: skip
         first_place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row
-        if SHARES and (part == 0) & (shared > 0):
+        if HAS_PREFIX and (part == 0) & (prefix > 0):
             if OVERLAPS:
+                # Without siblings nothing waits, and this kernel may end before `decode_prefix`, which writes nothing
+                # then. The next `decode_prefix` starts after this kernel has ended.
                 tl.extra.cuda.gdc_wait()
             top, mass, total = _combined(
-                top, mass, total, *_load(shared_sums, shared_tops, shared_masses, first_place, with_shared, SIZE)
+                top, mass, total, *_load(prefix_sums, prefix_tops, prefix_masses, first_place, with_prefix, SIZE)
             )
         used = tl.cdiv(length, span)
         last = used <= 1

@@ -1,8 +1,7 @@
 """Triton kernel that finds sequences whose caches begin with the same blocks: completions of one prompt.
 
-vLLM's prefix cache keeps one copy of a prompt's whole blocks, and adjacent sequences of a batch read it. One program of
-`decode_attention` reads these blocks once for several of them. The block tables alone say which: no request is looked
-up, and the marks are made on the device, inside a CUDA graph.
+vLLM's prefix cache keeps one copy of a prompt's whole blocks, which adjacent sequences of a batch read. `decode_prefix`
+reads them once for several sequences. The kernel compares block ids, so it can be part of a CUDA graph.
 """
 
 from typing import NamedTuple
@@ -14,30 +13,34 @@ from torch import Tensor
 
 from colocated_grpo.runtime.triton_jit import jit
 
-LEAST_BLOCKS = 4
-"""Fewest blocks that are worth a program of their own: its results are written, read and added."""
+LEAST_TOKENS = 64
+"""Fewest common tokens for which `decode_prefix` is used: its results must be written and read again."""
 WIDTH = 16
 """Blocks of each sequence that are compared at once."""
 
 
 class Siblings(NamedTuple):
-    """Tiles of adjacent sequences with the same leading blocks, [B] int32 each."""
+    """For each sequence, those that are read together with it. [B] int32 each."""
 
     first: Tensor
-    """Index of the first sequence of the tile."""
+    """Index of the first of them."""
     count: Tensor
-    """Sequences of the tile, 1 for a sequence without siblings."""
+    """Their number, 1 for a sequence without siblings."""
     tokens: Tensor
-    """Tokens of the blocks that all sequences of the tile have, 0 for a sequence without siblings."""
+    """Tokens of the whole blocks that all of them have, 0 for a sequence without siblings."""
 
 
 def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) -> Siblings:
-    """table: [B, ...] block ids; lengths: [B] int32 tokens. most: siblings that one program can take."""
-    firsts, counts, tokens, same = torch.empty(4, len(table), dtype=torch.int32, device=table.device).unbind()
+    """Return which adjacent sequences have whole blocks in common, and how many tokens these are.
+
+    table: [B, ...] block ids; lengths: [B] int32 tokens. most: sequences that can be read together.
+    """
+    firsts, counts, tokens, common = torch.empty(4, len(table), dtype=torch.int32, device=table.device).unbind()
     lanes = triton.next_power_of_2(len(table))
     _mark[(1,)](
-        table, lengths, firsts, counts, tokens, same, table.stride(0), len(table), most,
-        BLOCK=block_size, LANES=lanes, WIDTH=WIDTH, LEAST=LEAST_BLOCKS, num_warps=max(4, min(16, lanes // 32)),
+        table, lengths, firsts, counts, tokens, common, table.stride(0), len(table), most,
+        BLOCK=block_size, LANES=lanes, WIDTH=WIDTH, LEAST=-(-LEAST_TOKENS // block_size),
+        num_warps=max(4, min(16, lanes // 32)),
     )  # fmt: skip
     return Siblings(firsts, counts, tokens)
 
@@ -47,15 +50,17 @@ class SiblingsOfStep:
 
     def __init__(self) -> None:
         self._table: Tensor | None = None
+        self._most = 0
         self._siblings: Siblings | None = None
         self._caches: set[int] = set()
-        """Caches of the layers that used these siblings. A cache that comes again begins another forward pass."""
+        """Caches of the layers that used these siblings. A cache seen again belongs to another forward pass."""
 
     def of(self, keys: Tensor, table: Tensor, lengths: Tensor, most: int) -> Siblings:
         """keys: the layer's cache, [blocks, block size, K, D]. For the rest see `find_siblings`."""
         cache = keys.data_ptr()
-        if self._siblings is None or self._table is not table or cache in self._caches:
-            self._table, self._siblings = table, find_siblings(table, lengths, keys.shape[1], most)
+        if self._siblings is None or self._table is not table or self._most != most or cache in self._caches:
+            self._table, self._most = table, most
+            self._siblings = find_siblings(table, lengths, keys.shape[1], most)
             self._caches.clear()
         self._caches.add(cache)
         return self._siblings
@@ -68,7 +73,7 @@ def _larger(one, other):
 
 @jit
 def _mark(
-    table, lengths, firsts, counts, tokens, sames, table_sequence, sequences, most,
+    table, lengths, firsts, counts, tokens, commons, table_sequence, sequences, most,
     BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, LANES)
@@ -77,7 +82,7 @@ def _mark(
     length = tl.load(lengths + row, mask=real, other=0)
     length_before = tl.load(lengths + row - 1, mask=follows, other=0)
     whole = tl.minimum(length, length_before) // BLOCK
-    same = tl.zeros([LANES], tl.int32)
+    common = tl.zeros([LANES], tl.int32)
     column = tl.arange(0, WIDTH)[None, :]
     going = whole > 0
     start = 0
@@ -87,14 +92,13 @@ def _mark(
         own = tl.load(table + at, mask=inside, other=0)
         before = tl.load(table + at - table_sequence, mask=inside, other=0)
         leading = tl.min(tl.where(inside & (own == before), WIDTH, column), 1)
-        same += leading * going.to(tl.int32)
+        common += leading * going.to(tl.int32)
         going = going & (leading == WIDTH)
         start += WIDTH
-    head = tl.where(same < LEAST, row, 0)
-    head = tl.associative_scan(head, 0, _larger)
-    first = head + (row - head) // most * most
+    run_start = tl.associative_scan(tl.where(common < LEAST, row, 0), 0, _larger)
+    first = run_start + (row - run_start) // most * most
     tl.store(firsts + row, first, mask=real)
-    tl.store(sames + row, same, mask=real)
+    tl.store(commons + row, common, mask=real)
     tl.debug_barrier()  # other threads read both
     count = tl.zeros([LANES], tl.int32)
     blocks = tl.full([LANES], 1 << 30, tl.int32)
@@ -102,6 +106,6 @@ def _mark(
         at = first + index
         sibling = (at < sequences) & (tl.load(firsts + at, mask=at < sequences, other=-1) == first)
         count += sibling.to(tl.int32)
-        blocks = tl.minimum(blocks, tl.load(sames + at, mask=sibling & (index > 0), other=1 << 30))
+        blocks = tl.minimum(blocks, tl.load(commons + at, mask=sibling & (index > 0), other=1 << 30))
     tl.store(counts + row, count, mask=real)
     tl.store(tokens + row, tl.where(count > 1, blocks * BLOCK, 0), mask=real)

@@ -22,8 +22,8 @@ def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_
 
 
 TYPES = {
-    "*i32": ("table", "lengths", "firsts", "counts", "shared_tokens", "finished"),
-    "*fp32": ("sums", "tops", "masses", "shared_sums", "shared_tops", "shared_masses"),
+    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "finished"),
+    "*fp32": ("sums", "tops", "masses", "prefix_sums", "prefix_tops", "prefix_masses"),
     "*bf16": ("query", "keys", "values", "out", "key_scale", "value_scale"),
     "fp32": ("scale",),
 }
@@ -31,7 +31,7 @@ TYPES = {
 
 
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True)])
-@pytest.mark.parametrize("name", ["decode_shared", "decode_own"])
+@pytest.mark.parametrize("name", ["decode_prefix", "decode_own"])
 def test_attention_compiles_for_gpus_that_this_machine_lacks(name, capability, fp8):
     import triton
     from triton.backends.compiler import GPUTarget
@@ -41,7 +41,7 @@ def test_attention_compiles_for_gpus_that_this_machine_lacks(name, capability, f
 
     kernel, waits = getattr(decode_kernels, name), capability >= 90
     constants = {"BLOCK": 16, "GROUP": 2, "ROWS": 16, "SIZE": 128, "TILE": 64, "LEAST": 512, "QUANTIZED": fp8}
-    constants |= {"OVERLAPS": waits, "SHARES": True}
+    constants |= {"OVERLAPS": waits, "HAS_PREFIX": True}
     types = {argument: kind for kind, arguments in TYPES.items() for argument in arguments}
     types |= dict.fromkeys(constants, "constexpr") | (dict.fromkeys(("keys", "values"), "*u16") if fp8 else {})
     source = ASTSource(
@@ -66,7 +66,8 @@ def test_siblings_are_looked_for_once_in_each_forward_pass(monkeypatch):
     for table in (tables[0], tables[0], tables[1]):  # a captured graph has the table of the pass before it
         for cache in layers:
             of_step.of(cache, table, lengths, 8)
-    assert list(map(id, found)) == list(map(id, (tables[0], tables[0], tables[1])))
+    of_step.of(layers[2], tables[1], lengths, 4)  # another number of query heads
+    assert list(map(id, found)) == [id(tables[place]) for place in (0, 0, 1, 1)]
 
 
 def calls(**changes: object) -> dict[str, object]:
