@@ -236,22 +236,13 @@ class AtroposSource:
     def _explain_missing_batch(self, waited: float) -> None:
         try:
             num_waiting = int(self.client.status()["queue_size"])
-            latest = self.client.get("/latest_example").get("tokens")  # of the group that was posted last
         except (Unavailable, RequestRejected):
             return
-        batch_size = self.client.batch_size
-        if num_waiting >= batch_size:
-            size = len(latest) if isinstance(latest, list) else 0
-            suspect = f" (the latest has {size})" if size and batch_size % size else ""
+        if num_waiting:
             advice = (
-                f"these suffice for a batch of {batch_size} sequences, so a group of a size that does not divide "
-                f"{batch_size}{suspect}, or an environment with min_batch_allocation that has ended, blocks this "
-                "server: restart it, or use python -m colocated_grpo.atropos.api, which neither blocks"
-            )
-        elif num_waiting:
-            advice = (
-                "batches are made of whole groups whose sizes are powers of two that divide the batch of "
-                f"{batch_size} sequences"
+                f"batches are made of whole groups whose sizes divide {self.client.batch_size} sequences; in run-api, "
+                "a group of another size, or an environment with min_batch_allocation that has ended, blocks all "
+                "others: restart it, or use python -m colocated_grpo.atropos.api"
             )
         else:
             advice = (
