@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from colocated_grpo.tracking.files import Row
@@ -181,13 +181,6 @@ def phase_names(rows: Iterable[Row]) -> list[str]:
     measured = dict.fromkeys(key.removeprefix("seconds/") for key in timed)
     names = [name for name in PHASES if name in measured]
     return names + [name for name in measured if name not in PHASES and name != "step"]
-
-
-def phase_colors(rows: Sequence[Row]) -> dict[str, int]:
-    """Return a colour for each phase, the longest first. Colours repeat only for short phases."""
-    seconds = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in rows) for name in phase_names(rows)}
-    longest_first = sorted(seconds, key=lambda name: -seconds[name])
-    return {name: index % NUM_COLORS for index, name in enumerate(longest_first)}
 
 
 def _points(rows: list[Row]) -> dict[str, list[Point]]:

@@ -182,8 +182,8 @@ def _time_bar(train: Sequence[files.Row]) -> str:
     shares = {
         name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in charts.phase_names(timed)
     }
-    colors = charts.phase_colors(timed) | {"other": charts.NUM_COLORS}
     shown = {name: share for name, share in shares.items() if share >= SMALLEST_SHARE}
+    colors = {name: index % charts.NUM_COLORS for index, name in enumerate(shown)} | {"other": charts.NUM_COLORS}
     if (other := 1 - sum(shown.values())) >= SMALLEST_SHARE:
         shown["other"] = other
     bars = "".join(

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from colocated_grpo.tools import compare_runs, report, show_rollouts
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections, phase_colors
+from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections
 from colocated_grpo.tracking.page import HEIGHT, MAX_POINTS, WIDTH, Series, downsample, line_chart, nice_ticks
-from colocated_grpo.tracking.report import write_report
+from colocated_grpo.tracking.report import header, write_report
 from colocated_grpo.types import Group
 from tests.support.tracked_run import HOSTILE, TrackedRun, finished_run, groups_of, rollout_of, row_of
 
@@ -120,11 +120,12 @@ def test_rebuilding_the_report_gives_the_same_page(tmp_path: Path, capsys: pytes
     assert (tmp_path / "report.html").read_bytes() == written
 
 
-def test_the_longest_phases_have_colours_of_their_own_and_phases_without_time_are_left_out() -> None:
-    seconds = {f"seconds/phase{index}": float(index) for index in range(14)}
-    colors = phase_colors([{"kind": "train", "step": 0, **seconds}])
-    assert "phase0" not in colors
-    assert [colors[f"phase{index}"] for index in range(13, 13 - NUM_COLORS, -1)] == list(range(NUM_COLORS))
+def test_the_phases_of_the_bar_have_colours_of_their_own_and_short_ones_are_left_out(tmp_path: Path) -> None:
+    seconds = {f"seconds/phase{index}": 1.0 if index % 2 else 0.001 for index in range(14)}
+    rows = [{"kind": "train", "step": 0, "seconds/step": 7.5, **seconds}]
+    bar = header(tmp_path, rows, running=True).partition('class="bar">')[2].partition("</div>")[0]
+    shown = re.findall(r'class="b(\d)" style="[^"]*" title="(\w+) ', bar)
+    assert shown == [(str(index), f"phase{2 * index + 1}") for index in range(7)] + [(str(NUM_COLORS), "other")]
 
 
 def test_a_slow_first_step_and_values_that_hardly_vary_do_not_flatten_or_fill_the_charts() -> None:
