@@ -16,7 +16,7 @@ from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.evaluation.metrics import Answer, answer_function, set_metrics
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import LocalEngine, Sampling
+from colocated_grpo.rollout.engine import LocalEngine, RepetitionDetection, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.lengths import LongestFirst
@@ -202,6 +202,7 @@ def build_prompt_supply(
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
+    detection = rollout.repetition_detection
     sampling = Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
@@ -211,6 +212,7 @@ def build_prompt_supply(
         repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
         stop_token_ids=model.stop_token_ids,
+        repetition_detection=None if detection is None else RepetitionDetection(**detection.model_dump()),
     )
     resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
     routes = config.policy.routing_replay

@@ -6,8 +6,9 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.engine import RepetitionDetection, Sampling
 from colocated_grpo.servers.text import Limits
+from colocated_grpo.settings.generation import RepetitionDetectionConfig
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import InvalidBody
 
@@ -152,6 +153,7 @@ class SamplingParameters(StrictBody):
     skip_special_tokens: bool = True
     detokenize: bool = True
     """Accepted for compatibility and ignored: responses always contain the text."""
+    repetition_detection: RepetitionDetectionConfig | None = None
     seed: int | None = None
     logprobs: LogprobCount | None = 0
     """None omits log-probabilities. Any number returns the log-probabilities of the sampled tokens."""
@@ -162,7 +164,7 @@ class SamplingParameters(StrictBody):
         """Return the engine's parameters for a prompt. Raises InvalidRequest for a request beyond the limits."""
         limits.check_prompt(prompt)
         limits.check_vocabulary(self.stop_token_ids or (), "stop_token_ids: ")
-        room = limits.max_tokens - len(prompt)
+        room, detection = limits.max_tokens - len(prompt), self.repetition_detection
         return Sampling(
             temperature=self.temperature,
             max_tokens=min(self.max_tokens or room, room),
@@ -170,6 +172,7 @@ class SamplingParameters(StrictBody):
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
+            repetition_detection=None if detection is None else RepetitionDetection(**detection.model_dump()),
             stop=tuple(self.stop),
             stop_token_ids=tuple(sorted(self.stop_token_ids or ())),
         )

@@ -117,6 +117,13 @@ class PartialConfig(Section):
     groups that have reached this age."""
 
 
+class RepetitionDetectionConfig(Section):
+    max_pattern_size: Positive = 64
+    """Length of the longest pattern in tokens."""
+    min_count: Integer = Field(8, ge=2)
+    """Number of times that the pattern stands at the end of the completion."""
+
+
 class RolloutConfig(Section):
     prompts_per_step: Integer = Field(32, ge=1, le=100_000)
     """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
@@ -144,6 +151,9 @@ class RolloutConfig(Section):
     """vLLM's repetition penalty; 1 is none. Changes log-probabilities like top_p."""
     stop: list[str] = []
     """Strings that end a completion. The tokens of the string are part of the completion and are trained."""
+    repetition_detection: RepetitionDetectionConfig | None = None
+    """End a completion that repeats the same tokens again and again, with finish_reason 'repetition'. It counts as
+    truncated. For long completions (docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     max_staleness: Literal[0, 1] = 0
     """0: generate, then train. 1 (with engine servers only): generate the next step's completions while the current
     step trains. These completions are sampled with weights that are one step older. The metric `staleness` reports the

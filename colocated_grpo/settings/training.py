@@ -253,8 +253,8 @@ class BatchConfig(Section):
     count in the loss's denominator, so the gradient is the same. No effect if loss.kl.coef or policy.load_balancing is
     above 0, because groups of equal rewards then have a gradient."""
     mask_truncated: bool = False
-    """Exclude the tokens of completions cut at rollout.max_completion_tokens from the loss. Cut completions still count
-    in the denominator of grpo, dr_grpo and gspo."""
+    """Exclude the tokens of completions cut at rollout.max_completion_tokens, or for a repetition, from the loss. Cut
+    completions still count in the denominator of grpo, dr_grpo and gspo."""
 
     @property
     def updates(self) -> int:

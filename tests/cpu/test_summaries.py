@@ -37,12 +37,19 @@ def test_rewards_are_averaged_over_the_rollouts_that_have_one():
     assert (row["reward_errors"], row["unscorable"]) == (1, 0)
 
 
+def test_completions_that_repeat_themselves_count_as_truncated():
+    ends = ("stop", "length", "repetition", "stop")
+    row = rollout_metrics([group_of(0, [rollout_of([1], [2], finish_reason=end) for end in ends])], policy_version=0)
+    assert (row["truncated"], row["truncated/repetition"]) == (0.5, 0.25)
+
+
 def test_lengths_truncation_constant_groups_and_staleness_count_every_rollout():
     row = rollout_metrics(groups(), policy_version=2)
     assert row["completion_tokens"] == pytest.approx((3 + 1 + 2 + 2) / 4)
     assert (row["completion_tokens/min"], row["completion_tokens/max"]) == (1, 3)
     assert row["prompt_tokens"] == pytest.approx((2 + 2 + 4 + 4) / 4)
     assert row["truncated"] == 0.25
+    assert "truncated/repetition" not in row
     assert row["groups/constant"] == 0.5
     assert row["staleness"] == pytest.approx((2 * 3 + 0 * 1 + 2 * 2 + 2 * 2) / 8)
     assert row["staleness/tokens"] == pytest.approx(7 / 8)

@@ -17,6 +17,8 @@ from vllm.v1.request import Request
 from colocated_grpo.rollout.engine import only_temperature
 from colocated_grpo.types import FinishReason
 
+TOKENS_PER_SEARCH = 16
+"""Tokens between two searches for a repetition, which take vLLM too long for every token."""
 MAX_STOP_LISTS = 64
 """Distinct stop lists in the table. A run has one or two lists, but clients of a server may send new lists."""
 
@@ -81,6 +83,10 @@ def _stop_tokens(request: Request) -> tuple[int, ...]:
     return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
 
+def _detects_repetition(request: Request) -> bool:
+    return request.sampling_params is not None and request.sampling_params.repetition_detection is not None
+
+
 def is_plain(request: Request) -> bool:
     """True if the request needs only its next token and that token's log-probability, and does not stream."""
     params = request.sampling_params
@@ -88,7 +94,6 @@ def is_plain(request: Request) -> bool:
         params is not None
         and params.logprobs == 0
         and params.prompt_logprobs is None
-        and params.repetition_detection is None
         and not params.stop
         and params.output_kind is not RequestOutputKind.DELTA
         and not request.use_structured_output
@@ -129,6 +134,7 @@ class SteadyBatch:
         """Tokens that the row's cache blocks hold."""
         self._stop_row = column(stops.rows(self.requests))
         self._stop_table = stops.table
+        self._detects_repetition = np.array([_detects_repetition(request) for request in self.requests], dtype=bool)
 
         rows = len(self.requests)
         self._alive = np.ones(rows, dtype=bool)
@@ -249,6 +255,7 @@ class SteadyBatch:
         self._unsettled[rows] += count
         self._received[rows] += count
         ends_RS = self._stop_table[self._stop_row[rows, None], tokens_RS]
-        ends_RS[:, -1] |= self._received[rows] == self._limit[rows]
+        searched = self._detects_repetition[rows] & (self._received[rows] % TOKENS_PER_SEARCH < count)
+        ends_RS[:, -1] |= searched | (self._received[rows] == self._limit[rows])
         found, at = np.nonzero(ends_RS)
         return list(zip(rows[found].tolist(), (count - 1 - at).tolist(), strict=True))

@@ -2,13 +2,14 @@
 
 from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.exceptions import VLLMValidationError
-from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
+from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, StructuredOutputsParams
 
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
@@ -266,7 +267,7 @@ def _rejections_as_value_errors() -> Generator[None]:
 
 
 def _sampling_params(request: Request) -> SamplingParams:
-    sampling = request.sampling
+    sampling, detection = request.sampling, request.sampling.repetition_detection
     return SamplingParams(
         temperature=sampling.temperature,
         max_tokens=sampling.max_tokens,
@@ -281,6 +282,7 @@ def _sampling_params(request: Request) -> SamplingParams:
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
+        repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
         skip_clone=True,  # these parameters are not reused, and may hold hundreds of stop tokens
     )

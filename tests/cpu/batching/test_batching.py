@@ -41,7 +41,7 @@ def rollouts(draw, prompt: list[int]) -> Rollout:
     rollout = rollout_of(
         prompt,
         completion,
-        finish_reason=draw(st.sampled_from(["stop", "length"])),
+        finish_reason=draw(st.sampled_from(["stop", "length", "repetition"])),
         temperature=draw(st.sampled_from([0.5, 1.0])),
         observed=draw(st.integers(0, len(completion) - 1)),
         logprob=draw(st.floats(-9, 0, width=32)),
@@ -108,7 +108,7 @@ def unpack(micro_batch: MicroBatch) -> list[tuple]:
 
 def expected_sequence(rollout: Rollout, value: float, mask_truncated: bool) -> tuple:
     """value: its advantage, unless it has its own."""
-    trained = not (mask_truncated and rollout.finish_reason == "length")
+    trained = not (mask_truncated and rollout.finish_reason in ("length", "repetition"))
     numbers = iter([value] * len(rollout.token_ids) if rollout.advantages is None else rollout.advantages)
     scored = tuple(
         (position, rollout.token_ids[position], rollout.temperature, next(numbers), logprob, trained)

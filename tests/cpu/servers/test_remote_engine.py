@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import Sampling
+from colocated_grpo.rollout.engine import RepetitionDetection, Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers import remote
 from colocated_grpo.servers.remote import EngineGroup
@@ -320,7 +320,18 @@ def test_a_malformed_request_is_rejected_and_the_engine_goes_on(server, change, 
 
 
 def test_sampling_settings_arrive_as_sent(server):
-    sampling = Sampling(temperature=0.5, max_tokens=3, top_p=0.9, top_k=4, min_p=0.1, stop=("a",), stop_token_ids=(3,))
+    limits = RepetitionDetection(max_pattern_size=5, min_count=3)
+    sampling = Sampling(
+        temperature=0.5,
+        max_tokens=3,
+        top_p=0.9,
+        top_k=4,
+        min_p=0.1,
+        stop=("a",),
+        stop_token_ids=(3,),
+        repetition_penalty=1.2,
+        repetition_detection=limits,
+    )
     [request] = requests(1, sampling=sampling, pattern="[0-9]+")
     trainer = Trainer(server)
     trainer.engine.submit([request])

@@ -27,9 +27,13 @@ from tests.support.training_runs import tiny_model
 BLOCK = 4
 VOCABULARY = 50
 STOPS = [3, 7]
+LOOP, LOOPS_FROM, LOOP_COUNT = "loop", 14, 4
+"""Requests whose tokens repeat from a position on, and the repetitions after which they end."""
 
 
 def next_token(name: str, position: int) -> int:
+    if name.startswith(LOOP) and position > LOOPS_FROM:
+        return 9 + position % 3
     return random.Random(f"{name}/{position}").randrange(VOCABULARY)
 
 
@@ -197,6 +201,23 @@ def serve(
     raise AssertionError("the scheduler never finished")
 
 
+def looping_requests() -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RepetitionDetectionParams
+    from vllm.v1.request import Request
+
+    detection = RepetitionDetectionParams(max_pattern_size=5, min_count=LOOP_COUNT)
+    return [
+        Request(
+            request_id=f"{LOOP} {number}",
+            prompt_token_ids=[11] * (1 + number),
+            sampling_params=SamplingParams(max_tokens=45, logprobs=0, repetition_detection=detection),
+            pooling_params=None,
+        )
+        for number in range(5)
+    ]
+
+
 def make_requests(count: int, seed: int) -> list[Any]:
     from vllm import SamplingParams
     from vllm.v1.request import Request
@@ -218,6 +239,7 @@ def make_requests(count: int, seed: int) -> list[Any]:
     ]
 
 
+LOOPING = "looping"
 SCENES = {
     "all at once": {"blocks": 400, "slots": 16, "every": 0, "aborts": {}},
     "arriving one by one": {"blocks": 400, "slots": 16, "every": 3, "aborts": {}},
@@ -232,7 +254,7 @@ def both_ways(world: World, model: Path, is_async: bool, most_tokens: int) -> di
     from colocated_grpo.rollout.vllm.steady_decode import SteadyDecode, is_supported
 
     facts = {}
-    for name, scene in SCENES.items():
+    for name, scene in (SCENES | {LOOPING: SCENES["all at once"]}).items():
         results = []
         for wants_steady in (False, True):
             scheduler = make_scheduler(model, is_async=is_async, blocks=scene["blocks"], slots=scene["slots"])
@@ -241,7 +263,8 @@ def both_ways(world: World, model: Path, is_async: bool, most_tokens: int) -> di
             device = Device(most_tokens)
             steady = SteadyDecode(scheduler, device) if wants_steady else None
             arrivals: dict[int, list[Any]] = {}
-            for index, request in enumerate(make_requests(14, seed=3)):
+            requests = looping_requests() if name == LOOPING else make_requests(14, seed=3)
+            for index, request in enumerate(requests):
                 arrivals.setdefault(index * scene["every"], []).append(request)
             completions, log = serve(
                 scheduler, steady, device, is_async=is_async, arrivals=arrivals, aborts=scene["aborts"]
@@ -285,6 +308,20 @@ def test_steady_steps_give_the_same_completions_as_vllms_scheduler(facts, scene)
     for name in alone["completions"].keys() - aborted:
         assert steady["completions"][name] == alone["completions"][name]
     assert all(reason for name, (*_, reason) in steady["completions"].items() if name not in aborted)
+
+
+def test_a_request_that_repeats_itself_ends_within_a_search_of_the_token_where_vllm_ends_it(facts):
+    from colocated_grpo.rollout.vllm.steady_batch import TOKENS_PER_SEARCH
+
+    alone, steady = facts[LOOPING]
+    assert len(alone["completions"]) == 5
+    for name, (tokens, _, reason) in steady["completions"].items():
+        expected, _, its_reason = alone["completions"][name]
+        assert reason == its_reason == "repetition"
+        assert tokens[: len(expected)] == expected
+        assert 0 <= len(tokens) - len(expected) < TOKENS_PER_SEARCH + facts["tokens at a time"]
+    assert steady["free"] == alone["free"]
+    assert steady["by vllm"] < alone["by vllm"]
 
 
 @pytest.mark.parametrize("scene", SCENES)

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from benchmarks.patches import report
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import TokenDelta
+from colocated_grpo.rollout.engine import RepetitionDetection, TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
@@ -153,10 +153,21 @@ def ends(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
     ended_by = free.token_ids[4]
     token = pair.generate([request_of(0, 3, max_tokens=20, stop_token_ids=(ended_by,))])[0]
     eos = pair.engine._llm.llm_engine.model_config.hf_config.eos_token_id
+    detection = RepetitionDetection(max_pattern_size=8, min_count=4)
+    greedy = {"max_tokens": 56, "temperature": 0.0}  # a random model soon repeats itself
+    repeating = pair.generate([request_of(0, 3, **greedy), request_of(1, 3, **greedy, repetition_detection=detection)])
     endless = pair.generate([request_of(n, 300 + n, max_tokens=40, temperature=2.0) for n in range(24)])
     # Nearly uniform over some hundred characters: of many completions a few meet the digit.
     strings = pair.generate([request_of(n, n, max_tokens=24, temperature=2.0, stop=stop) for n in range(48)])
-    return {"free": free, "by token": token, "token": ended_by, "by string": strings, "eos": eos, "endless": endless}
+    return {
+        "repeating": repeating,
+        "free": free,
+        "by token": token,
+        "token": ended_by,
+        "by string": strings,
+        "eos": eos,
+        "endless": endless,
+    }
 
 
 def aborted(pair: Pair) -> dict[str, Any]:
@@ -246,6 +257,14 @@ def test_a_stop_token_ends_a_completion_and_is_part_of_it(facts):
     assert ended.token_ids == free.token_ids[: first + 1]
     assert ended.finish_reason == "stop"
     assert (len(free.token_ids), free.finish_reason) == (20, "length")
+
+
+def test_a_completion_that_repeats_itself_ends(facts):
+    free, ended = facts["repeating"]
+    length = len(ended.token_ids)
+    assert (len(free.token_ids), free.finish_reason) == (56, "length")
+    assert ended.finish_reason == "repetition" and ended.token_ids == free.token_ids[:length]
+    assert any(ended.token_ids[-size * 4 :] == ended.token_ids[-size:] * 4 for size in range(1, 9))
 
 
 def test_only_the_named_stop_tokens_end_a_completion(facts):
