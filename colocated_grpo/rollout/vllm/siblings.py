@@ -13,6 +13,8 @@ from torch import Tensor
 
 from colocated_grpo.runtime.triton_jit import jit
 
+FEWEST_LANES = 256
+"""Smaller batches use the same compiled kernel."""
 LEAST_TOKENS = 64
 """Fewest common tokens for which `decode_prefix` is used: its results must be written and read again."""
 WIDTH = 16
@@ -36,11 +38,11 @@ def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) ->
     table: [B, ...] block ids; lengths: [B] int32 tokens. most: sequences that can be read together.
     """
     firsts, counts, tokens, common = torch.empty(4, len(table), dtype=torch.int32, device=table.device).unbind()
-    lanes = triton.next_power_of_2(len(table))
+    lanes = max(FEWEST_LANES, triton.next_power_of_2(len(table)))
     _mark[(1,)](
         table, lengths, firsts, counts, tokens, common, table.stride(0), len(table), most,
         BLOCK=block_size, LANES=lanes, WIDTH=WIDTH, LEAST=-(-LEAST_TOKENS // block_size),
-        num_warps=max(4, min(16, lanes // 32)),
+        num_warps=min(16, lanes // 32),
     )  # fmt: skip
     return Siblings(firsts, counts, tokens)
 
