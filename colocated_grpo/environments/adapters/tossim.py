@@ -17,7 +17,7 @@ import random
 import secrets
 from base64 import b64decode, b64encode
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -114,7 +114,6 @@ class ToSSimTable:
     batches: int = 0
     calls: int = 0
     """Calls into the batcher so far. Each call runs with its own random stream."""
-    logs: OwnLogs = field(default_factory=OwnLogs)
     told: dict[str, float] = field(default_factory=dict)
     """The batcher's counts at the last drain_stats(). The batcher itself never resets its counts."""
 
@@ -177,13 +176,15 @@ class ToSSim:
         self._seed = seed
         self._built = 0
         self._resets = 0
-        self._tables = [self._new_table()]
+        self._tables: list[ToSSimTable] = []
+        self._logs: list[OwnLogs] = []
+        self._add_table()
 
     def next_batch(self) -> list[ToSSimTurn]:
         return [turn for number in range(len(self._tables)) for turn in self._turns(number)]
 
     def add_game(self) -> list[ToSSimTurn]:
-        self._tables.append(self._new_table())
+        self._add_table()
         return self._turns(len(self._tables) - 1)
 
     def score(self, turn: ToSSimTurn, completions: Sequence[str]) -> list[Outcome]:
@@ -196,7 +197,7 @@ class ToSSim:
 
     def _outcome(self, turn: ToSSimTurn, completion: str, errors: list[BaseException]) -> Outcome:
         try:
-            with isolated(random.Random(f"{turn.id}/{completion}")), OwnLogs().attached():
+            with isolated(random.Random(f"{turn.id}/{completion}")), closing(OwnLogs()) as logs, logs.attached():
                 table: ToSSimTable = pickle.loads(turn.frozen)
                 reward = table.apply({turn.index: completion})[turn.index]
         except BaseException as error:  # As in scoring.score_each(): user code that exits must not end the run.
@@ -236,30 +237,38 @@ class ToSSim:
         return totals
 
     def snapshot(self) -> JsonObject:
-        tables = cloudpickle.dumps(self._tables)
+        tables, logs = cloudpickle.dumps(self._tables), cloudpickle.dumps(self._logs)
         return {
             "tables": b64encode(tables).decode(),
-            "signature": sign(tables),
+            "logs": b64encode(logs).decode(),
+            "signature": sign(tables + logs),
             "seated": self._built,
             "resets": self._resets,
         }
 
     def restore(self, snapshot: JsonObject) -> None:
         """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot: pickles can run code."""
-        tables = b64decode(snapshot["tables"])
-        if not is_trusted(tables, snapshot["signature"]):
+        tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
+        if not is_trusted(tables + logs, snapshot["signature"]):
             raise ValueError(
                 f"their pickle is not signed with {key_file()}, and reading it can run code; if you trust the run "
                 f"folder (your own, from another machine), set {TRUST_VARIABLE}=1"
             )
+        for own in self._logs:
+            own.close()
         self._tables = pickle.loads(tables)
+        self._logs = pickle.loads(logs)
         self._built, self._resets = snapshot["seated"], snapshot["resets"]
 
-    def _new_table(self) -> ToSSimTable:
-        self._built += 1
+    def _add_table(self) -> None:
         logs = OwnLogs()
+        self._tables.append(self._new_table(logs))
+        self._logs.append(logs)
+
+    def _new_table(self, logs: OwnLogs) -> ToSSimTable:
+        self._built += 1
         with isolated(random.Random(f"{self._seed}/{self._built}")), logs.attached():
-            table = ToSSimTable(construct(self._class, self._args, self._key), logs=logs)
+            table = ToSSimTable(construct(self._class, self._args, self._key))
         try:
             cloudpickle.dumps(table)
         except Exception as error:
@@ -293,12 +302,13 @@ class ToSSim:
         table = self._tables[number]
         try:
             table.calls += 1
-            with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), table.logs.attached():
+            with isolated(random.Random(f"{self._seed}/{number}/{table.calls}")), self._logs[number].attached():
                 yield
         except (Exception, SystemExit):
             if not attempts_left:
                 raise
-            new = self._new_table()
+            self._logs[number].close()
+            new = self._new_table(self._logs[number])
             new.batches, new.calls = table.batches, table.calls  # Turn ids and random streams must not repeat.
             self._tables[number] = new
             self._resets += 1

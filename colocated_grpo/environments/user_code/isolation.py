@@ -11,6 +11,8 @@ from typing import TextIO
 
 import numpy
 
+State = list[tuple[str, str, int, logging.Formatter | None]]
+"""(logger name, path, level, formatter) of each log file."""
 LOCK_TIMEOUT = 300.0
 """Maximum seconds to wait for another isolated block. A hung block would hang the run without this limit."""
 
@@ -69,27 +71,23 @@ def isolated(rng: random.Random) -> Generator[None]:
 
 
 class OwnLogs:
-    """The log files of one game object, as plain data. Only calls inside `attached` write to these files.
+    """The log files of one game object. Only calls inside `attached` write to these files.
 
     Loggers are global by name: records of every copy and table would go into the files of all games. Of several files
-    of one name at a logger, the last is kept.
+    of one name at a logger, the last is kept: short-lived games must not exhaust the process's descriptors.
     """
 
     def __init__(self) -> None:
-        self._files: dict[tuple[str, str], tuple[str, int, logging.Formatter | None]] = {}
-        """(logger name, file name) -> (path, level, formatter)."""
+        self._files: dict[tuple[str, str], logging.FileHandler] = {}
 
     @contextmanager
     def attached(self) -> Generator[None]:
-        """Attach the files. On exit, close them and all handlers that the block has added; added files are kept.
+        """Attach the files. On exit, detach them and all handlers that the block has added.
 
-        Not thread-safe: use inside `isolated`.
+        Added file handlers are kept for the next call, others are closed. Not thread-safe: use inside `isolated`.
         """
         before = {id(handler) for logger in _loggers() for handler in logger.handlers}
-        for (name, _), (path, level, formatter) in self._files.items():
-            handler = logging.FileHandler(path, encoding="utf-8", delay=True)  # opened by the first record
-            handler.setLevel(level)
-            handler.setFormatter(formatter)
+        for (name, _), handler in self._files.items():
             logging.getLogger(name).addHandler(handler)
         try:
             yield
@@ -97,10 +95,33 @@ class OwnLogs:
             for logger in _loggers():
                 for handler in [each for each in logger.handlers if id(each) not in before]:
                     logger.removeHandler(handler)
-                    handler.close()
-                    if isinstance(handler, logging.FileHandler):
-                        file = Path(handler.baseFilename)
-                        self._files[logger.name, file.name] = (str(file), handler.level, handler.formatter)
+                    self._keep(logger.name, handler)
+
+    def _keep(self, name: str, handler: logging.Handler) -> None:
+        if not isinstance(handler, logging.FileHandler):
+            handler.close()
+            return
+        key = (name, Path(handler.baseFilename).name)
+        former = self._files.get(key, handler)
+        if former is not handler:
+            former.close()
+        self._files[key] = handler
+
+    def close(self) -> None:
+        for handler in self._files.values():
+            handler.close()
+        self._files.clear()
+
+    def __getstate__(self) -> State:
+        return [(name, file.baseFilename, file.level, file.formatter) for (name, _), file in self._files.items()]
+
+    def __setstate__(self, state: State) -> None:
+        self._files = {}
+        for name, path, level, formatter in state:
+            handler = logging.FileHandler(path, encoding="utf-8", delay=True)  # opened by the first record
+            handler.setLevel(level)
+            handler.setFormatter(formatter)
+            self._files[name, Path(path).name] = handler
 
 
 def _loggers() -> list[logging.Logger]:

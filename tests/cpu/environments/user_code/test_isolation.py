@@ -7,6 +7,7 @@ import logging
 import random
 import sys
 import threading
+from contextlib import closing
 
 import pytest
 
@@ -54,7 +55,7 @@ def test_records_of_an_isolated_block_do_not_reach_the_consoles_handler(tmp_path
     handler = logging.StreamHandler(console)
     logging.getLogger().addHandler(handler)
     try:
-        with isolated(random.Random(0)), OwnLogs().attached():
+        with isolated(random.Random(0)), closing(OwnLogs()) as logs, logs.attached():
             logger.addHandler(logging.FileHandler(tmp_path / "game.log"))
             logger.warning("inside")
             other = threading.Thread(target=logging.getLogger("elsewhere").warning, args=["other thread"])
