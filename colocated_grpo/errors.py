@@ -57,11 +57,11 @@ def shortened(text: str, limit: int) -> str:
     return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
-RESUMES_ONCE_WRITABLE = "once it can be written, --resume auto continues from the last checkpoint"
+CONTINUES = "--resume auto continues from the last checkpoint"
 
 
 def write_failed(what: str, folder: Path, cause: str) -> RunError:
     """Return the error for a failed write. Its line includes the free disk space: a full disk is the usual reason."""
     existing = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     free = shutil.disk_usage(existing).free / 2**30
-    return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}; {RESUMES_ONCE_WRITABLE}")
+    return RunError(f"{what}: writing to {folder} failed ({free:.3g} GiB free there): {cause}")

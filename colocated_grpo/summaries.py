@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant, unbiased_std
 from colocated_grpo.errors import RunError
-from colocated_grpo.types import CUT, STDERR, Group, Rollout
+from colocated_grpo.types import CUT_REASONS, STDERR, Group, Rollout
 
 
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
@@ -100,7 +100,7 @@ def _averages(rollouts: Sequence[Rollout]) -> dict[str, float]:
     return {
         **({"reward": _mean(rewards)} if rewards else {}),
         "completion_tokens": _mean(rollout.completion_tokens for rollout in rollouts),
-        "truncated": _mean(end in CUT for end in ends),
+        "truncated": _mean(end in CUT_REASONS for end in ends),
         **({"truncated/repetition": ends.count("repetition") / len(ends)} if "repetition" in ends else {}),
         **({"sequences": _mean(len(r.sequences) for r in rollouts)} if any(r.further for r in rollouts) else {}),
     }

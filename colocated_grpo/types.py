@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 JsonObject = dict[str, Any]
 """A parsed JSON object: a dataset row, a request body, a record in a run folder."""
 FinishReason = Literal["stop", "length", "abort", "repetition"]
-CUT = ("length", "repetition")
+CUT_REASONS = ("length", "repetition")
 """Reasons of completions that the sampler ended, and not the policy."""
 Routes: TypeAlias = "np.ndarray"
 """[tokens, layers, experts per token]: the experts that each layer with experts chose for a token. uint8, or int16 for

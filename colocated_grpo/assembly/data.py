@@ -202,7 +202,6 @@ def build_prompt_supply(
         return None
     prompts = config.rollout.prompts_per_step - round(config.atropos_share)
     rollout = config.rollout.model_copy(update={"prompts_per_step": prompts})
-    detection = rollout.repetition_detection
     sampling = Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
@@ -212,7 +211,7 @@ def build_prompt_supply(
         repetition_penalty=rollout.repetition_penalty,
         stop=tuple(rollout.stop),
         stop_token_ids=model.stop_token_ids,
-        repetition_detection=None if detection is None else RepetitionDetection(**detection.model_dump()),
+        repetition_detection=RepetitionDetection.of(rollout.repetition_detection),
     )
     resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
     routes = config.policy.routing_replay

@@ -19,7 +19,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.losses.inputs import Counts
 from colocated_grpo.metrics import Stat
 from colocated_grpo.settings.training import BatchConfig
-from colocated_grpo.types import CUT, ContextGroup, Group, Rollout
+from colocated_grpo.types import CUT_REASONS, ContextGroup, Group, Rollout
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -195,7 +195,7 @@ def _outlines(index: int, group: Group, config: BatchConfig, share_prefixes: boo
             sibling=sibling,
             length=len(rollouts[sibling].token_ids),
             scored=rollouts[sibling].loss_mask.count(True),
-            trained=not (config.mask_truncated and rollouts[sibling].finish_reason in CUT),
+            trained=not (config.mask_truncated and rollouts[sibling].finish_reason in CUT_REASONS),
             prefix_length=prefix_length,
         )
         for sibling, prefix_length in order

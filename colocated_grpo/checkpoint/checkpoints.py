@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.tensor import DTensor
 
 from colocated_grpo.checkpoint import storage
-from colocated_grpo.errors import ConfigError, RunError, in_one_line, write_failed
+from colocated_grpo.errors import CONTINUES, ConfigError, RunError, in_one_line, write_failed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime import run_folder
 from colocated_grpo.runtime.checksums import damage, forget_cached, sealed
@@ -139,9 +139,9 @@ class Checkpoints:
             try:
                 self._published.result()
             except CheckpointException as error:  # torch's; its text has many lines, and it is not an Exception
-                raise write_failed("checkpoint", self._folder, _cause(error)) from error
+                raise write_failed("checkpoint", self._folder, f"{_cause(error)}; {CONTINUES}") from error
             except OSError as error:
-                raise write_failed("checkpoint", self._folder, in_one_line(error)) from error
+                raise write_failed("checkpoint", self._folder, f"{in_one_line(error)}; {CONTINUES}") from error
             self._published = None
             self.world.barrier()
 

@@ -100,7 +100,8 @@ class AssistantMessage:
     """Decoded text without special tokens."""
     token_ids: list[int]
     finish_reason: FinishReason
-    """'length' if the message was cut at max_tokens or at the end of the conversation's token budget."""
+    """'length' if the message was cut at max_tokens or at the end of the conversation's token budget, 'repetition' if
+    rollout.repetition_detection ended it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 from torch import Tensor, nn
 
@@ -42,6 +42,13 @@ class RepetitionDetection:
 
     max_pattern_size: int
     min_count: int
+
+    @classmethod
+    def of(cls, settings: Any) -> Self | None:
+        """settings: an object with the same fields, or None."""
+        return (
+            None if settings is None else cls(max_pattern_size=settings.max_pattern_size, min_count=settings.min_count)
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

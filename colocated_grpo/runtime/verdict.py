@@ -86,13 +86,13 @@ def report(code: int, lines: Sequence[str]) -> None:
 @contextmanager
 def reported_exits() -> Generator[None]:
     """Report user code that calls os._exit() in this process, which would end it without a message, or as a success."""
-    original, process, first = os._exit, os.getpid(), threading.Lock()
+    original, process, ending = os._exit, os.getpid(), threading.Lock()
 
     def report_exit(status: int) -> NoReturn:
         line = line_of_caller()
         if line is None or os.getpid() != process:  # this package, or a forked child
             original(status)
-        first.acquire()  # never released: several threads may score, and the first ends the process
+        ending.acquire()  # never released: several threads may score, and the first ends the process
         report(RUN_ERROR, [f"error: {line} ended the process by os._exit({status})"])
         end_process(RUN_ERROR)
 

@@ -22,7 +22,7 @@ REJECTED: dict[str, str] = {
     **dict.fromkeys(("allowed_token_ids", "bad_words", "best_of", "length_penalty", "min_tokens"), CHANGES_SAMPLES),
     **dict.fromkeys(("response_format", "structured_outputs", "logits_processors"), CHANGES_SAMPLES),
     **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), CHANGES_SAMPLES),
-    **dict.fromkeys(("repetition_detection", "thinking_token_budget", "use_beam_search"), CHANGES_SAMPLES),
+    **dict.fromkeys(("thinking_token_budget", "use_beam_search"), CHANGES_SAMPLES),
     **dict.fromkeys(("vllm_xargs", "watermarking"), CHANGES_SAMPLES),
     **dict.fromkeys(("add_special_tokens", "chat_template", "documents", "prompt_embeds"), CHANGES_PROMPT),
     **dict.fromkeys(("media_io_kwargs", "mm_payload", "mm_processor_kwargs", "web_search_options"), CHANGES_PROMPT),
@@ -164,7 +164,7 @@ class SamplingParameters(StrictBody):
         """Return the engine's parameters for a prompt. Raises InvalidRequest for a request beyond the limits."""
         limits.check_prompt(prompt)
         limits.check_vocabulary(self.stop_token_ids or (), "stop_token_ids: ")
-        room, detection = limits.max_tokens - len(prompt), self.repetition_detection
+        room = limits.max_tokens - len(prompt)
         return Sampling(
             temperature=self.temperature,
             max_tokens=min(self.max_tokens or room, room),
@@ -172,7 +172,7 @@ class SamplingParameters(StrictBody):
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            repetition_detection=None if detection is None else RepetitionDetection(**detection.model_dump()),
+            repetition_detection=RepetitionDetection.of(self.repetition_detection),
             stop=tuple(self.stop),
             stop_token_ids=tuple(sorted(self.stop_token_ids or ())),
         )

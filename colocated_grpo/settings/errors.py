@@ -169,13 +169,14 @@ def error_lines(
     """
     lines, by_path = [], errors_by_path(errors, tree)
     unknown = [path for path, found in by_path.items() if found[0]["type"] == "extra_forbidden"]
-    suggested = {suggestion(path, tree, model, aliases) for path in unknown}
+    advice = {path: suggestion(path, tree, model, aliases) for path in unknown}
     for path, found in by_path.items():
         kind, value, context = found[0]["type"], found[0]["input"], found[0].get("ctx", {})
-        if kind == "missing" and f"did you mean {dotted(path)}?" in suggested:
+        name = f"did you mean {dotted(tuple(0 if isinstance(step, int) else step for step in path))}?"
+        if kind == "missing" and any(other[:-1] == path[:-1] and line == name for other, line in advice.items()):
             continue  # misspelt, which is one mistake
         if kind == "extra_forbidden":
-            line = f"{dotted(path)}: unknown key; {suggestion(path, tree, model, aliases)}"
+            line = f"{dotted(path)}: unknown key; {advice[path]}"
         elif kind == "union_tag_invalid":
             tags = str(context["expected_tags"]).replace("'", "")
             line = f"{dotted(path)}={show(context['tag'])}: must be one of {tags}"
@@ -204,10 +205,6 @@ def _rule(error: ErrorDetails) -> str:
     rule = _RULES.get(kind, error["msg"].removeprefix("Value error, ")).format(**context)
     if rule == _RULES["model_type"] and error["loc"] == ("model",):
         rule = "must be a name, or a mapping of settings"
-    if kind == "list_type" and isinstance(error["input"], str):
-        rule += f"; write [{show(error['input'])}]"
-    if rule == _RULES["model_type"] and error["input"] is True:
-        rule += "; write {} for its defaults"
     if kind == "string_type" and not isinstance(error["input"], dict | list):
         rule += "; write FILE.py:NAME" if callable(error["input"]) else "; put quotes around it"
     return rule

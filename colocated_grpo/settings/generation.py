@@ -118,10 +118,10 @@ class PartialConfig(Section):
 
 
 class RepetitionDetectionConfig(Section):
-    max_pattern_size: Positive = 64
+    max_pattern_size: Integer = Field(64, ge=1, le=1024)
     """Length of the longest pattern in tokens."""
     min_count: Integer = Field(8, ge=2)
-    """Number of times that the pattern stands at the end of the completion."""
+    """Copies of the pattern, one after the other, that end the completion."""
 
 
 class RolloutConfig(Section):
@@ -152,7 +152,7 @@ class RolloutConfig(Section):
     stop: list[str] = []
     """Strings that end a completion. The tokens of the string are part of the completion and are trained."""
     repetition_detection: RepetitionDetectionConfig | None = None
-    """End a completion that repeats the same tokens again and again, with finish_reason 'repetition'. It counts as
+    """End a completion that ends with copies of one pattern of tokens, with finish_reason 'repetition'. It counts as
     truncated. For long completions (docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     max_staleness: Literal[0, 1] = 0
     """0: generate, then train. 1 (with engine servers only): generate the next step's completions while the current

@@ -22,7 +22,7 @@ from typing import TextIO
 
 from rich.console import Console
 
-from colocated_grpo.errors import RESUMES_ONCE_WRITABLE, ConfigError, RunError, in_one_line
+from colocated_grpo.errors import CONTINUES, ConfigError, RunError, in_one_line
 from colocated_grpo.runtime import program, user_code
 from colocated_grpo.runtime.run_folder import AUTO, remove_if_unused
 from colocated_grpo.runtime.verdict import FAILED, KILLED, RUN_ERROR, USAGE_ERROR, ProcessEnd, ended_from_outside, leave
@@ -150,7 +150,7 @@ def make_output(mode: str, total_steps: int, *, is_main: bool, console: Console 
 HELD_OUT_REWARD = "held_out/reward"
 DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE}
 """Full disk, quota, file size limit, file system remounted read-only, disk failure, lost network share."""
-BY_USER_CODE = "for example exit() in a C library of user code; --resume auto continues from its last checkpoint"
+BY_USER_CODE = f"for example os._exit() in an installed package, or exit() in a C library; {CONTINUES}"
 UNFINISHED = f"the run exited with code 0 before it was finished: {BY_USER_CODE}"
 KILLED_BY_USER = "killed on request, before the run had saved a checkpoint and ended"
 
@@ -231,7 +231,7 @@ def explain_os_error(error: OSError, run_folders: Sequence[Path | str | None]) -
         return f"{error.strerror}: raise the limit on open files (ulimit -n)"
     if error.errno in DISK_ERRORS:
         place = error.filename or f"while writing into {next(filter(None, run_folders))}"
-        return f"{error.strerror}: {place}; {RESUMES_ONCE_WRITABLE}"
+        return f"{error.strerror}: {place}; {CONTINUES}"
     if isinstance(error.filename, str):
         file = Path(error.filename).absolute()
         if any(file.is_relative_to(Path(folder).absolute()) for folder in run_folders if folder not in (None, AUTO)):

@@ -212,6 +212,8 @@ def verdict(rows: Sequence[files.Row]) -> str:
         before, after = (figure(row, "held_out/reward") for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
     shares, cut = _values(train, "groups/constant"), _values(train, "truncated")
+    if _values(train, "truncated/repetition"):  # a higher limit would not help
+        cut = []
     latest_cut, latest_constant = (_ends(values)[1] if values else 0.0 for values in (cut, shares))
     if shares:
         parts.append(f"{fmean(shares):.0%} of the groups had no signal (equal rewards)")

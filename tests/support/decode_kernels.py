@@ -22,7 +22,7 @@ from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advan
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
 BLOCK = 16
-LEAST_BLOCKS = sibling_kernel.LEAST_TOKENS // BLOCK
+LEAST_BLOCKS = sibling_kernel.LEAST_COMMON_TOKENS // BLOCK
 GROUPS = [(2, 100), (3, LEAST_BLOCKS * BLOCK), (11, LEAST_TOKENS + 100), (2, (LEAST_BLOCKS - 1) * BLOCK)]
 """Siblings and prompt tokens of groups. The last prompt is too short to be read once for both siblings."""
 

@@ -22,9 +22,7 @@ FEWEST_SEQUENCES = 32
 HEAD_SIZES = (64, 128, 256)
 USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
-"""Largest number of query heads per key-value head. These heads are the rows of one tile."""
-PREFIX_ROWS = 16
-"""Rows of a program of `decode_prefix`: query heads per key-value head, times siblings."""
+"""Largest number of query heads per key-value head. A tile has this many rows: heads of a sequence or of siblings."""
 LEAST_WIDTH = 512
 """Smallest product of key-value heads and head size for which `decode_prefix` is launched. For SmolLM2 (192) the launch
 costs more than it saves, for 1,024 it saves: docs/results/decode_siblings_1xh200.json."""
@@ -115,7 +113,7 @@ def decode(
     """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
     query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
-    siblings: with at most `most_siblings` of them together; None: each sequence is read separately. cache_scales: of
+    siblings: in groups of at most `most_siblings`; None: each sequence is read separately. cache_scales: of
     keys and values in FP8; the first element of each counts. A sequence of length 0 (padding of a captured graph) gives
     zeros.
     """
@@ -133,7 +131,7 @@ def decode(
     options = {
         "BLOCK": keys.shape[1], "GROUP": group, "SIZE": size, "QUANTIZED": cache_scales is not None,
         "TILE": min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size), "num_warps": shape.warps,
-        "num_stages": shape.stages, "LEAST": LEAST_TOKENS,
+        "num_stages": shape.stages, "ROWS": MOST_QUERY_HEADS, "LEAST": LEAST_TOKENS,
     }  # fmt: skip
     own = _partial_results(query.device, group, size, "own")
     prefix_tokens, prefix, overlaps = lengths, own[:3], False  # pointers that are not read
@@ -142,23 +140,23 @@ def decode(
         *prefix, finished = _partial_results(query.device, group, size, "prefix")
         decode_prefix[grid](
             query, keys, values, table, *siblings, *prefix, finished, key_scale, scale, *strides, parts,
-            ROWS=PREFIX_ROWS, OVERLAPS=overlaps, **options,
+            OVERLAPS=overlaps, **options,
         )  # fmt: skip
     decode_own[grid](
         query, keys, values, out, table, lengths, prefix_tokens, *prefix, *own, key_scale, value_scale, scale, *strides,
-        *out.stride()[:2], parts, ROWS=MOST_QUERY_HEADS, HAS_PREFIX=siblings is not None, OVERLAPS=overlaps,
+        *out.stride()[:2], parts, HAS_PREFIX=siblings is not None, OVERLAPS=overlaps,
         launch_pdl=overlaps, **options,
     )  # fmt: skip
     return out
 
 
 def most_siblings(query: Tensor, keys: Tensor) -> int:
-    """Return how many siblings' queries one program takes. The arguments are those of `decode`."""
+    """Return how many siblings `decode_prefix` reads together; 1: it is not launched. Arguments: see `decode`."""
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # there is memory for so many results
+    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # there is memory for their results
         return 1
-    return PREFIX_ROWS * kv_heads // heads
+    return MOST_QUERY_HEADS * kv_heads // heads
 
 
 def parts_for(programs: int, longest: int) -> int:

@@ -202,8 +202,8 @@ def decode_own(
         first_place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row
         if HAS_PREFIX and (part == 0) & (prefix > 0):
             if OVERLAPS:
-                # Without siblings nothing waits, and this kernel may end before `decode_prefix`, which writes nothing
-                # then. The next `decode_prefix` starts after this kernel has ended.
+                # Without siblings, `decode_prefix` writes nothing, so there is nothing to wait for. The next layer's
+                # `decode_prefix` is no dependent launch: it starts after this kernel has ended.
                 tl.extra.cuda.gdc_wait()
             top, mass, total = _combined(
                 top, mass, total, *_load(prefix_sums, prefix_tops, prefix_masses, first_place, with_prefix, SIZE)

@@ -15,10 +15,10 @@ from colocated_grpo.runtime.triton_jit import jit
 
 FEWEST_LANES = 256
 """Smaller batches use the same compiled kernel."""
-LEAST_TOKENS = 64
+LEAST_COMMON_TOKENS = 64
 """Fewest common tokens for which `decode_prefix` is used: its results must be written and read again."""
-WIDTH = 16
-"""Blocks of each sequence that are compared at once."""
+AT_ONCE = 16
+"""Blocks of a sequence that are compared at once."""
 
 
 class Siblings(NamedTuple):
@@ -39,9 +39,9 @@ def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) ->
     """
     firsts, counts, tokens, common = torch.empty(4, len(table), dtype=torch.int32, device=table.device).unbind()
     lanes = max(FEWEST_LANES, triton.next_power_of_2(len(table)))
-    _mark[(1,)](
+    _find[(1,)](
         table, lengths, firsts, counts, tokens, common, table.stride(0), len(table), most,
-        BLOCK=block_size, LANES=lanes, WIDTH=WIDTH, LEAST=-(-LEAST_TOKENS // block_size),
+        BLOCK=block_size, LANES=lanes, AT_ONCE=AT_ONCE, LEAST_BLOCKS=-(-LEAST_COMMON_TOKENS // block_size),
         num_warps=min(16, lanes // 32),
     )  # fmt: skip
     return Siblings(firsts, counts, tokens)
@@ -74,9 +74,9 @@ def _larger(one, other):
 
 
 @jit
-def _mark(
+def _find(
     table, lengths, firsts, counts, tokens, commons, table_sequence, sequences, most,
-    BLOCK: tl.constexpr, LANES: tl.constexpr, WIDTH: tl.constexpr, LEAST: tl.constexpr,
+    BLOCK: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, LANES)
     real = row < sequences
@@ -85,7 +85,7 @@ def _mark(
     length_before = tl.load(lengths + row - 1, mask=follows, other=0)
     whole = tl.minimum(length, length_before) // BLOCK
     common = tl.zeros([LANES], tl.int32)
-    column = tl.arange(0, WIDTH)[None, :]
+    column = tl.arange(0, AT_ONCE)[None, :]
     going = whole > 0
     start = 0
     while tl.max(going.to(tl.int32)) > 0:  # pyrefly: ignore[unsupported-operation]  # not a tuple
@@ -93,11 +93,11 @@ def _mark(
         at = row[:, None].to(tl.int64) * table_sequence + start + column
         own = tl.load(table + at, mask=inside, other=0)
         before = tl.load(table + at - table_sequence, mask=inside, other=0)
-        leading = tl.min(tl.where(inside & (own == before), WIDTH, column), 1)
+        leading = tl.min(tl.where(inside & (own == before), AT_ONCE, column), 1)
         common += leading * going.to(tl.int32)
-        going = going & (leading == WIDTH)
-        start += WIDTH
-    run_start = tl.associative_scan(tl.where(common < LEAST, row, 0), 0, _larger)
+        going = going & (leading == AT_ONCE)
+        start += AT_ONCE
+    run_start = tl.associative_scan(tl.where(common < LEAST_BLOCKS, row, 0), 0, _larger)
     first = run_start + (row - run_start) // most * most
     tl.store(firsts + row, first, mask=real)
     tl.store(commons + row, common, mask=real)

@@ -18,7 +18,7 @@ from colocated_grpo.rollout.engine import only_temperature
 from colocated_grpo.types import FinishReason
 
 TOKENS_PER_SEARCH = 16
-"""Tokens between two searches for a repetition, which take vLLM too long for every token."""
+"""Tokens of a row between two searches for a repetition. One takes 0.02 to 0.05 ms of Python."""
 MAX_STOP_LISTS = 64
 """Distinct stop lists in the table. A run has one or two lists, but clients of a server may send new lists."""
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.errors import RESUMES_ONCE_WRITABLE
+from colocated_grpo.errors import CONTINUES
 from colocated_grpo.launch.cli import DEFAULT_CONFIG, add_run_arguments
 from colocated_grpo.runtime import verdict
 from colocated_grpo.runtime.program import (
@@ -200,15 +200,15 @@ def test_an_error_that_the_user_can_act_on_ends_a_rank_with_one_line(config, err
 
 def test_a_disk_error_ends_a_rank_with_one_line(config):
     result = trained(config, "raise OSError(27, 'File too large', 'x')")
-    assert (result.returncode, result.stderr) == (1, f"error: File too large: x; {RESUMES_ONCE_WRITABLE}\n")
+    assert (result.returncode, result.stderr) == (1, f"error: File too large: x; {CONTINUES}\n")
 
 
 @pytest.mark.parametrize(
     ("error", "line"),
     [
-        (OSError(errno.ENOSPC, "No space left"), f"No space left: while writing into runs; {RESUMES_ONCE_WRITABLE}"),
-        (OSError(errno.EIO, "I/O error"), f"I/O error: while writing into runs; {RESUMES_ONCE_WRITABLE}"),
-        (OSError(errno.EROFS, "Read-only disk", "/y/x"), f"Read-only disk: /y/x; {RESUMES_ONCE_WRITABLE}"),
+        (OSError(errno.ENOSPC, "No space left"), f"No space left: while writing into runs; {CONTINUES}"),
+        (OSError(errno.EIO, "I/O error"), f"I/O error: while writing into runs; {CONTINUES}"),
+        (OSError(errno.EROFS, "Read-only disk", "/y/x"), f"Read-only disk: /y/x; {CONTINUES}"),
         (
             OSError(errno.EMFILE, "Too many open files"),
             "Too many open files: raise the limit on open files (ulimit -n)",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from colocated_grpo.errors import RESUMES_ONCE_WRITABLE, ConfigError, RunError
+from colocated_grpo.errors import CONTINUES, ConfigError, RunError
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.ending import (
     RunOutput,
@@ -77,7 +77,7 @@ def test_an_error_of_the_run_is_recorded_as_its_line(tmp_path: Path) -> None:
 def test_a_full_disk_is_one_line_that_names_the_run_folder_and_how_to_continue(tmp_path: Path) -> None:
     output = RunOutput()
     output.folder, output.trains = tmp_path, True
-    line = f"error: No space left: while writing into {tmp_path}; {RESUMES_ONCE_WRITABLE}"
+    line = f"error: No space left: while writing into {tmp_path}; {CONTINUES}"
     assert record_ending(output, OSError(errno.ENOSPC, "No space left"), ["runs"]) == (1, [line])
 
 
