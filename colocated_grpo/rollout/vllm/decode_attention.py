@@ -3,8 +3,8 @@
 A decode step reads the weights once for all sequences, but a separate KV cache for each. With many sequences attention
 is limited by the bandwidth of these reads, which an fp8 cache halves. FlashAttention 3 is about as fast for long
 sequences, but takes up to 2.7 times as long for many short ones: docs/results/decode_uneven_1xh200.json. With an fp8
-cache it is no faster than these kernels with 16 bits: docs/results/fp8_cache_1xh200.json. `decode_prefix`
-reads the whole blocks of a prompt once for several of its completions.
+cache it is no faster than these kernels with 16 bits: docs/results/fp8_cache_1xh200.json. `decode_prefix` reads the
+whole blocks of a prompt once for several of its completions.
 """
 
 from collections.abc import Callable
@@ -113,9 +113,8 @@ def decode(
     """Write softmax(scale * query @ keys^T) @ values of each sequence into `out`, and return it.
 
     query, out: [B, H, D]; keys, values: [blocks, block size, K, D]; table: [B, ...] block ids; lengths: [B] int32.
-    siblings: in groups of at most `most_siblings`; None: each sequence is read separately. cache_scales: of
-    keys and values in FP8; the first element of each counts. A sequence of length 0 (padding of a captured graph) gives
-    zeros.
+    siblings: in groups of at most `most_siblings`; None: each sequence is read separately. cache_scales: of keys and
+    values in FP8; the first element of each counts. A sequence of length 0 (padding of a captured graph) gives zeros.
     """
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
@@ -154,7 +153,7 @@ def most_siblings(query: Tensor, keys: Tensor) -> int:
     """Return how many siblings `decode_prefix` reads together; 1: it is not launched. Arguments: see `decode`."""
     sequences, heads, size = query.shape
     kv_heads = keys.shape[2]
-    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # there is memory for their results
+    if kv_heads * size < LEAST_WIDTH or sequences * kv_heads > MOST_PROGRAMS:  # no memory for their results
         return 1
     return MOST_QUERY_HEADS * kv_heads // heads
 
