@@ -12,7 +12,7 @@ from colocated_grpo.environments.rewards import builtin
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.settings.evaluation import MEAN
 from colocated_grpo.summaries import mean_and_error
-from colocated_grpo.types import STDERR, Group
+from colocated_grpo.types import CUT_REASONS, STDERR, Group
 
 
 def pass_at_k(samples: int, passed: int, k: int) -> float:
@@ -122,7 +122,7 @@ def set_metrics(
             by_prompt[f"maj@{len(passed)}"].append(majority(found, passed))
         by_prompt["length"].append(statistics.fmean(rollout.completion_tokens for rollout in group.rollouts))
         ends = [one.finish_reason for rollout in group.rollouts for one in rollout.sequences]
-        by_prompt["truncated"].append(ends.count("length") / len(ends))
+        by_prompt["truncated"].append(sum(end in CUT_REASONS for end in ends) / len(ends))
     row: dict[str, float] = {}
     for name, values in by_prompt.items():
         mean, error = mean_and_error(values)

@@ -12,6 +12,21 @@ Part = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RepetitionDetection:
+    """Ends a completion whose last tokens are `min_count` equal patterns of at most `max_pattern_size` tokens."""
+
+    max_pattern_size: int
+    min_count: int
+
+    @classmethod
+    def of(cls, settings: Any) -> Self | None:
+        """settings: an object with the same fields, or None."""
+        if settings is None:
+            return None
+        return cls(max_pattern_size=settings.max_pattern_size, min_count=settings.min_count)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """Sampling settings of a request. Temperature 0 is greedy."""
 
@@ -23,7 +38,7 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    repetition_detection: "RepetitionDetection | None" = None
+    repetition_detection: RepetitionDetection | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -34,21 +49,6 @@ class Sampling:
 def only_temperature(settings: Any) -> bool:
     """True if none of these settings, `Sampling` or vLLM's, changes the model's distribution beside the temperature."""
     return (settings.top_p, settings.top_k, settings.min_p, settings.repetition_penalty) == (1.0, 0, 0.0, 1.0)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RepetitionDetection:
-    """Ends a completion whose last tokens are `min_count` equal patterns of at most `max_pattern_size` tokens."""
-
-    max_pattern_size: int
-    min_count: int
-
-    @classmethod
-    def of(cls, settings: Any) -> Self | None:
-        """settings: an object with the same fields, or None."""
-        return (
-            None if settings is None else cls(max_pattern_size=settings.max_pattern_size, min_count=settings.min_count)
-        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -281,10 +281,7 @@ def first_host(nodelist: str) -> str:
 
 
 def show_crashes() -> None:
-    """Print Python's stacks, and so the line of user code, if a library crashes.
-
-    Call again after vLLM is imported: tvm_ffi (0.1) replaces the handler by one that prints only C functions.
-    """
+    """Print Python's stacks if a library crashes. Call again after vLLM's tvm_ffi (0.1) has replaced the handler."""
     faulthandler.disable()
     signal.signal(signal.SIGSEGV, signal.SIG_DFL)  # else faulthandler would also call tvm_ffi's
     faulthandler.enable(2)

@@ -83,12 +83,12 @@ def lines_of_error(error: BaseException) -> list[Line]:
 def line_of_thread(identifier: int | None) -> Line | None:
     """Return a thread's current line of user code; None if the thread runs code of this package, or has ended."""
     frame = sys._current_frames().get(identifier or 0)
-    return None if frame is None else _called(_line(each, number) for each, number in walk_stack(frame))
+    return None if frame is None else line_of_frame(frame)
 
 
-def line_of_caller() -> Line | None:
-    """Return the line of user code that called the calling function, directly or through a library; else None."""
-    return _called(_line(each, number) for each, number in walk_stack(sys._getframe(2)))
+def line_of_frame(frame: FrameType) -> Line | None:
+    """Return the frame's current line of user code; None if it runs code of this package."""
+    return _called(_line(each, number) for each, number in walk_stack(frame))
 
 
 def lines_in_dump(text: str) -> list[Line]:

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
-from colocated_grpo.runtime.user_code import explain_blocked, line_of_caller
+from colocated_grpo.runtime.user_code import explain_blocked, line_of_frame
 
 VERDICT_VARIABLE = "COLOCATED_GRPO_VERDICT"
 """Environment variable with the launcher's temporary folder, where the processes of its node write their files."""
@@ -89,7 +89,7 @@ def reported_exits() -> Generator[None]:
     original, process, ending = os._exit, os.getpid(), threading.Lock()
 
     def report_exit(status: int) -> NoReturn:
-        line = line_of_caller()
+        line = line_of_frame(sys._getframe(1))
         if line is None or os.getpid() != process:  # this package, or a forked child
             original(status)
         ending.acquire()  # never released: several threads may score, and the first ends the process

@@ -172,8 +172,7 @@ def error_lines(
     advice = {path: suggestion(path, tree, model, aliases) for path in unknown}
     for path, found in by_path.items():
         kind, value, context = found[0]["type"], found[0]["input"], found[0].get("ctx", {})
-        name = f"did you mean {dotted(tuple(0 if isinstance(step, int) else step for step in path))}?"
-        if kind == "missing" and any(other[:-1] == path[:-1] and line == name for other, line in advice.items()):
+        if kind == "missing" and f"did you mean {dotted(path)}?" in advice.values():
             continue  # misspelt, which is one mistake
         if kind == "extra_forbidden":
             line = f"{dotted(path)}: unknown key; {advice[path]}"
@@ -253,8 +252,10 @@ def suggestion(path: KeyPath, tree: Mapping[str, object], model: type[BaseModel]
     ]
     scored += [(score, new) for score, new in old_names if score >= MIN_ALIAS_SIMILARITY]
     if scored and key != "type":  # a kind is chosen by `type` only where the section has it
-        best = max(scored, key=lambda pair: (pair[0], -len(pair[1])))  # rewards: of environments, not of a set
-        return f"did you mean {best[1]}?"
+        _, name = max(scored, key=lambda pair: (pair[0], -len(pair[1])))  # rewards: of environments, not of a set
+        if inside and name.startswith(inside):
+            name = dotted((*section, name.removeprefix(inside)))  # of the same list entry
+        return f"did you mean {name}?"
     valid = [leaf for leaf, same_section in candidates.values() if same_section]
     where = f"in {dotted(section)}" if section else "at the top level"
     return f"valid {where}: {', '.join(valid)}" if valid else f"{dotted(section)} is not a section"

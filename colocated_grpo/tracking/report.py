@@ -211,9 +211,10 @@ def verdict(rows: Sequence[files.Row]) -> str:
     if (held_out := files.first_and_last(rows, "held_out/reward")) and held_out[0]["step"] < held_out[1]["step"]:
         before, after = (figure(row, "held_out/reward") for row in held_out)
         parts.append(f"held-out reward {before} -> {after}")
-    shares, cut = _values(train, "groups/constant"), _values(train, "truncated")
-    if _values(train, "truncated/repetition"):  # a higher limit would not help
-        cut = []
+    shares = _values(train, "groups/constant")
+    # A higher limit would not help the completions that repeat themselves.
+    known = [row for row in train if row.get("truncated") is not None]
+    cut = [row["truncated"] - (row.get("truncated/repetition") or 0.0) for row in known]
     latest_cut, latest_constant = (_ends(values)[1] if values else 0.0 for values in (cut, shares))
     if shares:
         parts.append(f"{fmean(shares):.0%} of the groups had no signal (equal rewards)")

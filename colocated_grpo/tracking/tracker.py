@@ -162,12 +162,11 @@ class Tracker:
         (self._run_dir / files.SUMMARY_FILE).unlink(missing_ok=True)
         self._output.write_log(self._run_dir)
         before: JsonObject = {}  # the settings of the last start, to list changes
-        edited: list[str] = []
         try:
-            if first_step:
-                before, edited = files.read_config(self._run_dir), edited_files(self._run_dir, settings)
+            before = files.read_config(self._run_dir) if first_step else before
         except files.RunFolderError as error:
             self.note(f"{error}; it is written again")
+        edited = edited_files(self._run_dir, settings) if before else []
         secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
         self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)

@@ -68,7 +68,6 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
 
     Others go to vLLM's kernel, which needs fp8 queries for an fp8 cache. Install before CUDA graphs are captured.
     """
-
     siblings_of_step = SiblingsOfStep()
 
     def attend(**arguments: Any) -> object:
@@ -78,10 +77,10 @@ def make_attention(vllm_attention: Callable[..., object], count_use: Callable[[]
             return vllm_attention(**arguments)
         count_use()
         scales = (arguments["k_descale"], arguments["v_descale"]) if arguments["k"].dtype == FP8 else None
-        query, keys, table, lengths = (arguments[name] for name in ("q", "k", "block_table", "seqused_k"))
+        query, keys, values, out, table, lengths, scale = (arguments[name] for name in OPERANDS)
         most = most_siblings(query, keys)
         siblings = siblings_of_step.of(keys, table, lengths, most) if most > 1 else None
-        return decode(*(arguments[name] for name in OPERANDS), siblings=siblings, cache_scales=scales)
+        return decode(query, keys, values, out, table, lengths, scale, siblings, scales)
 
     return attend
 

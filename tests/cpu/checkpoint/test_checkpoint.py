@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 
 from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.checkpoint.storage import ChecksummedWriter
-from colocated_grpo.errors import RunError, write_failed
+from colocated_grpo.errors import CONTINUES, RunError, write_failed
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.run_folder import CHECKPOINTS, STATE_FILE, complete_checkpoints
 from colocated_grpo.settings.schema import CheckpointConfig
@@ -290,7 +290,8 @@ def test_a_save_that_fails_leaves_the_last_checkpoint_and_is_reported(world, mod
 
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", disk_full)
     checkpoints.save(6, policy_of(config_with(model_folder(), "adamw"), world), {})
-    with pytest.raises(RunError, match=r"failed \(\S+ GiB free there\): rank 0: OSError: no space left on device; "):
+    cause = f"rank 0: OSError: no space left on device; {CONTINUES}"
+    with pytest.raises(RunError, match=rf"failed \(\S+ GiB free there\): {cause}$"):
         checkpoints.wait()
     assert [path.name for path in complete_checkpoints(tmp_path / CHECKPOINTS)] == ["step_000005"]
 

@@ -326,7 +326,7 @@ def test_a_reward_with_two_weights_is_rejected():
 def test_a_misspelt_key_hides_the_required_one_of_its_own_entry_only():
     first, second = config_error("model: a\nenvironments: [{type: task}, {nam: sorting}]", alone=True).splitlines()
     assert first.startswith("environments.0.name: required")
-    assert second.startswith("environments.1.nam: unknown key; did you mean environments.0.name?")
+    assert second.startswith("environments.1.nam: unknown key; did you mean environments.1.name?")
 
 
 def test_several_mistakes_give_one_line_each():

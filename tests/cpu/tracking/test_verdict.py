@@ -54,6 +54,8 @@ def test_truncation_is_named_in_place_of_the_prompts() -> None:
     sentence = verdict(cut)
     assert "79% of the completions were cut at the end: raise rollout.max_completion_tokens" in sentence
     assert "difficulty" not in sentence
+    repeating = [{**row, "truncated/repetition": row["truncated"] / 2} for row in cut]
+    assert "39% of the completions were cut at the end: raise rollout.max_completion_tokens" in verdict(repeating)
 
 
 def test_the_tile_of_the_reward_agrees_with_the_verdict(tmp_path: Path) -> None:
