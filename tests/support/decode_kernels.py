@@ -72,15 +72,19 @@ def assert_attention_is_softmax(
     lengths_B = torch.tensor(lengths, dtype=torch.int32, device=device)
     most = most_siblings(query, keys)
     siblings = sibling_kernel.find_siblings(table, lengths_B, BLOCK, most) if most > 1 else None
-    once = table.clone()
+    once, leaders = table.clone(), []
     for (first, count), shared in groups.items() if siblings else ():
-        for row in range(first, first + count):
-            leader = first + (row - first) // most * most
-            has_siblings = shared >= LEAST_BLOCKS and min(most, first + count - leader) > 1
-            assert siblings.tokens[row] == (shared * BLOCK if has_siblings else 0)
-            if has_siblings and row != leader:
-                assert siblings.first[row] == leader
-                once[row, :shared] = order[-1]  # must not be read
+        for leader in range(first, first + count, most):
+            together = min(most, first + count - leader)
+            has_siblings = shared >= LEAST_BLOCKS and together > 1
+            rows = slice(leader, leader + together)
+            assert (siblings.tokens[rows] == (shared * BLOCK if has_siblings else 0)).all()
+            assert (siblings.counts[rows] == (together if has_siblings else 1)).all()
+            if has_siblings:
+                leaders.append(leader)
+                once[leader + 1 : leader + together, :shared] = order[-1]  # must not be read
+    if siblings:
+        assert siblings.firsts[: int(siblings.groups)].tolist() == leaders
     decode(query, keys, values, out, once, lengths_B, head_size**-0.5, siblings, scales)
     again = torch.full_like(out, float("nan"))
     assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5, siblings, scales), out)

@@ -30,6 +30,8 @@ FP8 = torch.float8_e4m3fn
 FP8_RANGE = torch.finfo(FP8)
 MOST_PARTS = 8
 MOST_PROGRAMS = 16_384
+MOST_PREFIX_PROGRAMS = 4096
+"""The number of groups is known only on the device, so most programs of `decode_prefix` do nothing."""
 LEAST_TOKENS = 512
 """Fewest tokens of a part."""
 
@@ -136,7 +138,8 @@ def decode(
     if siblings is not None:
         prefix_tokens, overlaps = siblings.tokens, _can_overlap(query.device)
         *prefix, finished = _partial_results(query.device, group, size, "prefix")
-        decode_prefix[grid](
+        groups = sequences // 2  # at most
+        decode_prefix[kv_heads, groups, min(parts, max(1, MOST_PREFIX_PROGRAMS // (kv_heads * groups)))](
             query, keys, values, table, *siblings, *prefix, finished, key_scale, scale, *strides, parts,
             OVERLAPS=overlaps, **options,
         )  # fmt: skip

@@ -124,45 +124,50 @@ def _store(sums, tops, masses, place, top, mass, total, real, SIZE: tl.constexpr
 
 @jit
 def decode_prefix(
-    query, keys, values, table, firsts, counts, prefix_tokens, sums, tops, masses, finished, key_scale, scale,
+    query, keys, values, table, firsts, counts, prefix_tokens, groups, sums, tops, masses, finished, key_scale, scale,
     query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
     parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
     LEAST: tl.constexpr, QUANTIZED: tl.constexpr, OVERLAPS: tl.constexpr,
 ):  # fmt: skip
-    """Read the tokens that siblings have in common. Each one's results are stored in the place of its first part."""
+    """Read the tokens that siblings have in common. Each one's results are stored in the place of its first part.
+
+    parts: of `decode_own`, which reads these results. There may be fewer here.
+    """
     if OVERLAPS:
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
-    first = tl.program_id(1).to(tl.int64)
     part = tl.program_id(2)
-    prefix = tl.multiple_of(tl.load(prefix_tokens + first), BLOCK)
-    span = _span(prefix, parts, LEAST)
-    begin = part * span
-    if (begin < prefix) & (tl.load(firsts + first) == first):
-        row = tl.arange(0, ROWS)
-        real = row < GROUP * tl.load(counts + first)
-        sequence = first + row // GROUP
-        heads = head * GROUP + row % GROUP
-        q_at = sequence * query_sequence + heads * query_head
-        q = tl.load(query + q_at[:, None] + tl.arange(0, SIZE)[None, :], mask=real[:, None], other=0.0)
-        if QUANTIZED:
-            scale *= tl.load(key_scale)
-        top, mass, total = _read(
-            q, keys, values, table + first * table_sequence, begin, tl.minimum(prefix, begin + span), head, scale,
-            key_block, key_token, key_head, value_block, value_token, value_head, BLOCK, ROWS, SIZE, TILE, QUANTIZED,
-        )  # fmt: skip
-        place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row % GROUP
-        _store(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
-        used = tl.cdiv(prefix, span)
-        if used > 1:
-            tl.debug_barrier()  # all threads have stored before the count is raised
-            counter = finished + first * tl.num_programs(0) + head
-            if tl.atomic_add(counter, 1) == used - 1:
-                tl.store(counter, 0)
-                top, mass, total = _added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
-                tl.debug_barrier()  # all threads have read the first part
-                _store(sums, tops, masses, place, top, mass, total, real, SIZE)
+    if tl.program_id(1) < tl.load(groups):
+        first = tl.load(firsts + tl.program_id(1)).to(tl.int64)
+        prefix = tl.multiple_of(tl.load(prefix_tokens + first), BLOCK)
+        span = _span(prefix, tl.num_programs(2), LEAST)
+        begin = part * span
+        if begin < prefix:
+            row = tl.arange(0, ROWS)
+            real = row < GROUP * tl.load(counts + first)
+            sequence = first + row // GROUP
+            heads = head * GROUP + row % GROUP
+            q_at = sequence * query_sequence + heads * query_head
+            q = tl.load(query + q_at[:, None] + tl.arange(0, SIZE)[None, :], mask=real[:, None], other=0.0)
+            if QUANTIZED:
+                scale *= tl.load(key_scale)
+            top, mass, total = _read(
+                q, keys, values, table + first * table_sequence, begin, tl.minimum(prefix, begin + span), head, scale,
+                key_block, key_token, key_head, value_block, value_token, value_head,
+                BLOCK, ROWS, SIZE, TILE, QUANTIZED,
+            )  # fmt: skip
+            place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row % GROUP
+            _store(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
+            used = tl.cdiv(prefix, span)
+            if used > 1:
+                tl.debug_barrier()  # all threads have stored before the count is raised
+                counter = finished + first * tl.num_programs(0) + head
+                if tl.atomic_add(counter, 1) == used - 1:
+                    tl.store(counter, 0)
+                    top, mass, total = _added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
+                    tl.debug_barrier()  # all threads have read the first part
+                    _store(sums, tops, masses, place, top, mass, total, real, SIZE)
 
 
 @jit

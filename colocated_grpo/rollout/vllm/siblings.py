@@ -22,14 +22,16 @@ AT_ONCE = 16
 
 
 class Siblings(NamedTuple):
-    """For each sequence, those that are read together with it. [B] int32 each."""
+    """Adjacent sequences that are read together, here called a group. All int32."""
 
-    first: Tensor
-    """Index of the first of them."""
-    count: Tensor
-    """Their number, 1 for a sequence without siblings."""
+    firsts: Tensor
+    """[B] first sequence of each group, the groups' number of entries. Sequences without siblings form no group."""
+    counts: Tensor
+    """[B] for each sequence, the number in its group, 1 without siblings."""
     tokens: Tensor
-    """Tokens of the whole blocks that all of them have, 0 for a sequence without siblings."""
+    """[B] for each sequence, tokens of the whole blocks that its group has in common, 0 without siblings."""
+    groups: Tensor
+    """[1] number of groups."""
 
 
 def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) -> Siblings:
@@ -37,14 +39,16 @@ def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) ->
 
     table: [B, ...] block ids; lengths: [B] int32 tokens. most: sequences that can be read together.
     """
-    firsts, counts, tokens, common = torch.empty(4, len(table), dtype=torch.int32, device=table.device).unbind()
+    results = torch.empty(5, len(table), dtype=torch.int32, device=table.device)
     lanes = max(FEWEST_LANES, triton.next_power_of_2(len(table)))
+    firsts, counts, tokens, starts, common = results.unbind()
+    groups = torch.empty(1, dtype=torch.int32, device=table.device)
     _find[(1,)](
-        table, lengths, firsts, counts, tokens, common, table.stride(0), len(table), most,
+        table, lengths, firsts, counts, tokens, groups, starts, common, table.stride(0), len(table), most,
         BLOCK=block_size, LANES=lanes, AT_ONCE=AT_ONCE, LEAST_BLOCKS=-(-LEAST_COMMON_TOKENS // block_size),
         num_warps=min(16, lanes // 32),
     )  # fmt: skip
-    return Siblings(firsts, counts, tokens)
+    return Siblings(firsts, counts, tokens, groups)
 
 
 class SiblingsOfStep:
@@ -75,7 +79,7 @@ def _larger(one, other):
 
 @jit
 def _find(
-    table, lengths, firsts, counts, tokens, commons, table_sequence, sequences, most,
+    table, lengths, firsts, counts, tokens, groups, starts, commons, table_sequence, sequences, most,
     BLOCK: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, LANES)
@@ -99,15 +103,18 @@ def _find(
         start += AT_ONCE
     run_start = tl.associative_scan(tl.where(common < LEAST_BLOCKS, row, 0), 0, _larger)
     first = run_start + (row - run_start) // most * most
-    tl.store(firsts + row, first, mask=real)
+    tl.store(starts + row, first, mask=real)
     tl.store(commons + row, common, mask=real)
     tl.debug_barrier()  # other threads read both
     count = tl.zeros([LANES], tl.int32)
     blocks = tl.full([LANES], 1 << 30, tl.int32)
     for index in range(most):
         at = first + index
-        sibling = (at < sequences) & (tl.load(firsts + at, mask=at < sequences, other=-1) == first)
+        sibling = (at < sequences) & (tl.load(starts + at, mask=at < sequences, other=-1) == first)
         count += sibling.to(tl.int32)
         blocks = tl.minimum(blocks, tl.load(commons + at, mask=sibling & (index > 0), other=1 << 30))
     tl.store(counts + row, count, mask=real)
     tl.store(tokens + row, tl.where(count > 1, blocks * BLOCK, 0), mask=real)
+    leads = (count > 1) & (first == row)
+    tl.store(firsts + tl.cumsum(leads.to(tl.int32)) - 1, row, mask=leads)
+    tl.store(groups, tl.sum(leads.to(tl.int32)))

@@ -22,7 +22,7 @@ def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_
 
 
 TYPES = {
-    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "finished"),
+    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "groups", "finished"),
     "*fp32": ("sums", "tops", "masses", "prefix_sums", "prefix_tops", "prefix_masses"),
     "*bf16": ("query", "keys", "values", "out", "key_scale", "value_scale"),
     "fp32": ("scale",),
@@ -58,7 +58,7 @@ def test_siblings_are_looked_for_once_in_each_forward_pass(monkeypatch):
 
     found = []
     monkeypatch.setattr(
-        siblings, "find_siblings", lambda table, *_: found.append(table) or siblings.Siblings(*[table] * 3)
+        siblings, "find_siblings", lambda table, *_: found.append(table) or siblings.Siblings(*[table] * 4)
     )
     of_step, lengths = siblings.SiblingsOfStep(), torch.ones(2)
     layers = [torch.zeros(1, 16, 1, 64) for _ in range(3)]
