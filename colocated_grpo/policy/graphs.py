@@ -1,4 +1,4 @@
-"""Forward and backward pass of a small micro-batch as one CUDA graph.
+"""Forward and backward pass of a small micro-batch as one CUDA graph, and the update of the weights as another.
 
 The host launches thousands of kernels for a training step. Small models finish a kernel before the next one is
 launched, so the device waits for the host. A graph launches all kernels at once. It has a fixed shape: micro-batches
@@ -7,7 +7,7 @@ are padded with tokens that no loss and no real token sees.
 Shapes: as in `batching.micro_batch`, and S completions.
 """
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -247,6 +247,39 @@ class GraphedGradient:
             parameter.grad = self._kept[parameter]
 
 
+class Replayed:
+    """Work on tensors that stay where they are. Its second call captures a CUDA graph, which further calls replay.
+
+    After a tensor has moved, a call runs without a graph, and the next one captures again.
+    """
+
+    def __init__(self, work: Callable[[], None], tensors: Callable[[], Iterable[Tensor]]) -> None:
+        """work: waits for nothing on the host. tensors: all that it uses and that may move."""
+        self._work = work
+        self._tensors = tensors
+        self._addresses: list[int] = []
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self.replays = 0
+
+    def __call__(self) -> None:
+        addresses = [tensor.data_ptr() for tensor in self._tensors()]
+        if addresses != self._addresses:
+            self._addresses, self._graph = addresses, None
+            self._work()
+            return
+        if self._graph is None:
+            self._graph = torch.cuda.CUDAGraph()
+            with _capture(self._graph):
+                self._work()
+        self._graph.replay()
+        self.replays += 1
+
+
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any = None) -> torch.cuda.graph:
+    # Other threads of the process, such as NCCL's, may call the driver during the capture.
+    return torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local")
+
+
 class _Graph:
     """One captured forward and backward pass."""
 
@@ -254,8 +287,7 @@ class _Graph:
         self._denominator = torch.ones((), device=example.tokens.input_ids_T.device)
         self._inputs = _tensors(example)
         self._graph = torch.cuda.CUDAGraph()
-        # Other threads of the process, such as NCCL's, may call the driver during the capture.
-        with torch.cuda.graph(self._graph, pool=pool, capture_error_mode="thread_local"):
+        with _capture(self._graph, pool):
             loss, self._stats = gradient(example, self._denominator)
             parts = [loss, *(part for stat in self._stats.values() for part in stat.parts)]
             self._packed = torch.stack([as_scalar(part, loss.device) for part in parts])

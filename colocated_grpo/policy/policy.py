@@ -1,7 +1,7 @@
 """The trained model on this rank: forward, backward, optimizer step, and its weights under checkpoint names."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 from transformers import PretrainedConfig
 
 from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, PackedTokens, PrefixKeys
@@ -20,7 +21,7 @@ from colocated_grpo.losses.parts import apply_mask, mismatch, weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.context_parallel import with_group_sums
-from colocated_grpo.policy.graphs import GraphedGradient, Result, has_static_shapes
+from colocated_grpo.policy.graphs import GraphedGradient, Replayed, Result, has_static_shapes
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.masters import Weights
@@ -79,6 +80,8 @@ class Policy:
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
         self._gradient: Callable[[MicroBatch, float], Result] = self._plain_gradient
+        self._measure_norm: Callable[[], None] = self._plain_norm
+        self._update: Callable[[], None] = self._plain_update
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
         self.offload = OptimizerOffload(self.optimizer) if offloads else None
@@ -199,6 +202,13 @@ class Policy:
             model_parameters=self.num_parameters(),
             blocks=len(blocks_of(model)),
         )
+        lora = self._config.lora
+        if isinstance(self.optimizer, AdamW) and not (lora is not None and lora.base_on_host):
+            for group in self.optimizer.param_groups:
+                group.update(lr=torch.zeros((), device=self.device), capturable=True)
+            weights = *self.parameters().values(), *model.parameters()
+            self._measure_norm = Replayed(self._plain_norm, self._gradients)
+            self._update = Replayed(self._plain_update, lambda: (*self._tensors_of_update(), *weights))
         return True
 
     @torch.no_grad()
@@ -212,23 +222,41 @@ class Policy:
 
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip the gradient and update. Raises RunError before the update if the gradient norm is not finite."""
-        parameters = list(self.parameters().values())
-        norm = whole(nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
-        grad_norm = norm.item()
+        self._measure_norm()
+        grad_norm = self._norm.item()
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"optimizer step {self.version}: the gradient norm is {grad_norm}; no weight was changed. "
                 "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
-        nn.utils.clip_grads_with_norm_(parameters, self._config.grad_clip, norm)
         lr = learning_rate(self._config, self.version, self._total_steps) if self.fixed_lr is None else self.fixed_lr
         for group in self.optimizer.param_groups:
-            group["lr"] = lr
-        self.optimizer.step()
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+        self._update()
         self.optimizer.zero_grad(set_to_none=True)
-        self.weights.publish()
         self.version += 1
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
+
+    def _gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self.parameters().values() if parameter.grad is not None]
+
+    def _plain_norm(self) -> None:
+        self._norm = whole(nn.utils.get_total_norm(self._gradients()))
+
+    def _plain_update(self) -> None:
+        nn.utils.clip_grads_with_norm_(self.parameters().values(), self._config.grad_clip, self._norm)
+        self.optimizer.step()
+        self.weights.publish()
+
+    def _tensors_of_update(self) -> Iterator[Tensor]:
+        """Yield what `_plain_update` uses, except weights."""
+        yield self._norm
+        yield from self._gradients()
+        for state in self.optimizer.state.values():
+            yield from state.values()
 
     def resume_at(self, version: int) -> None:
         """Continue from `version`. Call after loading that version's parameters and optimizer state."""

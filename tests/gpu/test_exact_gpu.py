@@ -78,8 +78,8 @@ def by_tokens_at_once(world: World, folder: Path) -> tuple[list[list[Completion]
         for n in range(24)
     ]
     completions, hits = [], []
-    for tokens in (1, 3, steady_decode.STEPS):
-        steady_decode.STEPS = tokens
+    for tokens in (1, 3, steady_decode.MOST_STEPS):
+        steady_decode.MOST_STEPS = tokens
         completions.append(pair.generate(requests))
         hits.append(patches.STEADY_SAMPLE.hits)
     pair.engine.close()

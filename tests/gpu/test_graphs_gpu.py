@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.graphs import GraphedGradient
+from colocated_grpo.policy.graphs import GraphedGradient, Replayed
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.tools.shapes import TINY
 from tests.support.random_models import make_model
@@ -56,6 +56,9 @@ def test_steps_with_graphs_equal_steps_without(world, tmp_path, architecture, se
     before = weights_of(plain)
     expected, found = train(plain, config, world), train(graphed, config, world)
     assert gradient.replays > ROUNDS
+    for work in (graphed._measure_norm, graphed._update):
+        assert isinstance(work, Replayed)
+        assert work.replays > ROUNDS
     for row, wanted in zip(found, expected, strict=True):
         assert row == pytest.approx(wanted, rel=0.05, abs=0.02)
     after, wanted = weights_of(graphed), weights_of(plain)

@@ -30,7 +30,7 @@ FP8 = torch.float8_e4m3fn
 FP8_RANGE = torch.finfo(FP8)
 MOST_PARTS = 8
 MOST_PROGRAMS = 16_384
-MOST_PREFIX_PROGRAMS = 4096
+MOST_PREFIX_PROGRAMS = 2048
 """The number of groups is known only on the device, so most programs of `decode_prefix` do nothing."""
 LEAST_TOKENS = 512
 """Fewest tokens of a part."""
