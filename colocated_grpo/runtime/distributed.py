@@ -162,13 +162,13 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
         timeout=COLLECTIVE_TIMEOUT,
         device_id=device if on_gpu else None,
     )
-    control = _new_gloo_group()
+    control = new_gloo_group()
     if replicate_nodes:
         mesh = mesh_of_nodes(device, control)
     else:
         mesh = init_device_mesh(device.type, (size,), mesh_dim_names=("shard",))
     own = dist.PrefixStore("colocated_grpo", store)
-    checkpoints = _new_gloo_group()
+    checkpoints = new_gloo_group()
     return World(rank=rank, size=size, device=device, mesh=mesh, store=own, control=control, checkpoints=checkpoints)
 
 
@@ -202,8 +202,8 @@ def with_context(world: World, size: int) -> World:
     return replace(world, context=ContextGroup(own.rank(), own.size(), own.group_name))
 
 
-def _new_gloo_group() -> dist.ProcessGroup:
-    group = dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
+def new_gloo_group(timeout: timedelta = COLLECTIVE_TIMEOUT) -> dist.ProcessGroup:
+    group = dist.new_group(backend="gloo", timeout=timeout)
     assert isinstance(group, dist.ProcessGroup)  # new_group returns another type only on non-member ranks
     return group
 

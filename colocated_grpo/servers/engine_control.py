@@ -20,6 +20,7 @@ import torch.distributed as dist
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine, TokenDelta
 from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
 from colocated_grpo.runtime import parents_death, rendezvous, verdict
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.processes import bind_store
 from colocated_grpo.runtime.program import LOOPBACK
 
@@ -69,8 +70,8 @@ class MirroredEngine(RolloutEngine):
 
     engine: RolloutEngine
     """This rank's engine, whose methods are commands."""
-    group: dist.ProcessGroup | None
-    """None for a single rank."""
+    world: World
+    """The engine's ranks. Its `control` group must wait without limit for the next call."""
     commands: Mapping[str, Callable[..., object]] = field(default_factory=dict)
     """Further commands by name. If such a command raises ValueError on any rank, rank 0 raises it too."""
 
@@ -80,22 +81,20 @@ class MirroredEngine(RolloutEngine):
 
     def call(self, name: str, *arguments: object) -> Any:
         """Broadcast the call, then return this rank's result. Arguments must be picklable. Rank 0 only."""
-        self._send(name, arguments)
+        self.world.broadcast_object((name, arguments))
         return self._run(name, arguments)
 
     def _run(self, name: str, arguments: tuple[object, ...]) -> object:
         if name not in self.commands:
             return getattr(self.engine, name)(*arguments)
-        if self.group is None:
+        if self.world.size == 1:
             return self.commands[name](*arguments)
         result, problem = None, None
         try:
             result = self.commands[name](*arguments)
         except ValueError as error:
             problem = str(error)
-        problems: list[str | None] = [None] * dist.get_world_size(self.group)
-        dist.all_gather_object(problems, problem, group=self.group)
-        for rank, text in enumerate(problems):
+        for rank, text in enumerate(self.world.gather_objects(problem)):
             if text is not None:
                 raise ValueError(f"rank {rank} of the engine: {text}")
         return result
@@ -103,17 +102,12 @@ class MirroredEngine(RolloutEngine):
     def follow(self) -> None:
         """Run rank 0's calls until it closes the engine. Rank 0 reports a ValueError of this rank. Other ranks only."""
         while True:
-            box: list[Any] = [None]
-            dist.broadcast_object_list(box, src=0, group=self.group)
-            name, arguments = box[0]
+            call: Any = self.world.broadcast_object(None)
+            name, arguments = call
             if name == END:
                 return
             with suppress(ValueError):
                 self._run(name, arguments)
-
-    def _send(self, name: str, arguments: tuple[object, ...]) -> None:
-        if self.group is not None:
-            dist.broadcast_object_list([(name, arguments)], src=0, group=self.group)
 
     def submit(self, requests: Iterable[Request]) -> None:
         self.call("submit", list(requests))
@@ -135,7 +129,7 @@ class MirroredEngine(RolloutEngine):
 
     def close(self) -> None:
         """End the other ranks, then this rank's engine."""
-        self._send(END, ())
+        self.world.broadcast_object((END, ()))
         self.engine.close()
 
 

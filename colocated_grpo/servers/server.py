@@ -2,13 +2,13 @@
 
 import os
 import secrets
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from threading import Event
 
 import torch
-import torch.distributed as dist
 from fastapi import FastAPI
 
 from colocated_grpo.errors import RunError
@@ -64,9 +64,8 @@ def serve(options: ServeOptions, state: Path) -> int:
         "join": receiver.join,
         "update": receiver.update,
     }
-    group = dist.new_group(backend="gloo", timeout=IDLE_LIMIT) if world.size > 1 else None
-    assert not isinstance(group, int)  # every rank is a member
-    whole = engine_control.MirroredEngine(engine, group, commands)
+    ranks = replace(world, control=distributed.new_gloo_group(IDLE_LIMIT))
+    whole = engine_control.MirroredEngine(engine, ranks, commands)
     if world.is_main:
         stop = supervision.StopRequest(world.store)
         stop.listen()

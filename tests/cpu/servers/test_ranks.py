@@ -14,7 +14,7 @@ from tests.support.trainer_server import alone, completed, requests
 def served_on_all_ranks(world: World) -> tuple[list[str], list[object], list[object]]:
     """Return this rank's calls, the keys that it has been given, and rank 0's results."""
     engine, results = FakeEngine(), []
-    whole = MirroredEngine(engine, world.control if world.size > 1 else None)
+    whole = MirroredEngine(engine, world)
     if world.is_main:
         results = use(whole)
         whole.close()
@@ -59,7 +59,7 @@ def rejected_on_all_ranks(world: World) -> tuple[str, list[str]]:
         done.append(reason)
         raise ValueError(reason)
 
-    whole = MirroredEngine(engine, world.control, {"fail": fail})
+    whole = MirroredEngine(engine, world, {"fail": fail})
     if not world.is_main:
         whole.follow()
         return "", [*done, *engine.events]
