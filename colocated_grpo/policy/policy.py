@@ -206,9 +206,8 @@ class Policy:
         if isinstance(self.optimizer, AdamW) and not (lora is not None and lora.base_on_host):
             for group in self.optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=self.device), capturable=True)
-            weights = *self.parameters().values(), *model.parameters()
             self._measure_norm = Replayed(self._plain_norm, self._gradients)
-            self._update = Replayed(self._plain_update, lambda: (*self._tensors_of_update(), *weights))
+            self._update = Replayed(self._plain_update, self._tensors_of_update)
         return True
 
     @torch.no_grad()
@@ -252,7 +251,7 @@ class Policy:
         self.weights.publish()
 
     def _tensors_of_update(self) -> Iterator[Tensor]:
-        """Yield what `_plain_update` uses, except weights."""
+        """Yield what `_plain_update` uses, except weights, which do not move after the first sync."""
         yield self._norm
         yield from self._gradients()
         for state in self.optimizer.state.values():
