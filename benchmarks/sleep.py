@@ -59,7 +59,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     with model_folder(options, world) as folder:
         config = config_of(folder, options, **sections(options))
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        policy.init_optimizer_state()  # before the first reading, so that it is not counted as the engine's
+        policy.update.init_state()  # before the first reading, so that it is not counted as the engine's
         before = driver_bytes(world)
         engine, start = first_token(config, policy, folder, world)
     awake = driver_bytes(world) - before

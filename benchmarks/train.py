@@ -108,7 +108,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 
 def settle_memory(policy: Policy, config: Config, world: World) -> Config:
     """Prepare as a run does for its first step: allocate optimizer state, size micro-batches, reset peak statistics."""
-    policy.init_optimizer_state()
+    policy.update.init_state()
     fit = choose_micro_batch_size(policy, StepSettings.of(config), world)
     if world.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(world.device)

@@ -168,7 +168,7 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
     """Build an engine beside the trainer's resident state, and put it to sleep. Collective."""
     if world.device.type == "cuda":
         # The cache is sized from free memory, so everything that stays must be allocated first.
-        policy.init_optimizer_state()
+        policy.update.init_state()
         if policy.offload is not None:
             policy.offload.to_host()
     engine = VLLMEngine(spec, world)

@@ -87,7 +87,7 @@ class Checkpoints:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
         self.world.barrier()
-        policy.init_optimizer_state()  # a run that stops before its first step must be restorable too
+        policy.update.init_state()  # a run that stops before its first step must be restorable too
         writer, stager = storage.ChecksummedWriter(partial), DefaultStager(StagingOptions(False, False, False, False))
         writing = dcp.async_save(
             self._tensors(policy),
@@ -157,7 +157,7 @@ class Checkpoints:
         if saved is None:
             return 0, {}
         self._verified = saved.folder
-        policy.init_optimizer_state()
+        policy.update.init_state()
         tensors = self._tensors(policy)
         with unreadable(saved.folder):
             metadata = storage.metadata_of(saved.layout, saved.folder)

@@ -164,7 +164,7 @@ def choose_micro_batch_size(policy: Policy, step: StepSettings, world: World) ->
 def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:
     """Return a size that fits; with checkpointing 'auto' also choose the checkpointed blocks. Collective."""
     # No-op if this process has an engine: the state was allocated before the engine was sized.
-    policy.init_optimizer_state()
+    policy.update.init_state()
     try:
         if step.policy.gradient_checkpointing == "auto":
             return fit_tokens_and_blocks(policy, step, world)

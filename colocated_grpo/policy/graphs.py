@@ -1,4 +1,4 @@
-"""Forward and backward pass of a small micro-batch as one CUDA graph, and the update of the weights as another.
+"""Forward and backward pass of a small micro-batch as one CUDA graph, and the update of the weights as two.
 
 The host launches thousands of kernels for a training step. Small models finish a kernel before the next one is
 launched, so the device waits for the host. A graph launches all kernels at once. It has a fixed shape: micro-batches
@@ -238,6 +238,10 @@ class GraphedGradient:
         self.replays += 1
         return graph.replay(micro_batch, denominator)
 
+    def keeps_gradients(self) -> bool:
+        """Return True if all gradients are in the tensors that graphs write."""
+        return all(parameter.grad is self._kept.get(parameter) for parameter in self.parameters)
+
     def _restore_gradients(self) -> None:
         """Set gradients that an optimizer step has dropped to the tensors that graphs write, filled with zeros."""
         dropped = [parameter for parameter in self._kept if parameter.grad is None]
@@ -253,24 +257,31 @@ class Replayed:
     After a tensor has moved, a call runs without a graph, and the next one captures again.
     """
 
-    def __init__(self, work: Callable[[], None], tensors: Callable[[], Iterable[Tensor]]) -> None:
-        """work: waits for nothing on the host. tensors: all that it uses and that may move."""
+    def __init__(
+        self, work: Callable[[], None], tensors: Callable[[], Iterable[Tensor]], may_replay: Callable[[], bool]
+    ) -> None:
+        """work: must not synchronize with the device. tensors: all that it uses and that may move.
+
+        may_replay: False where tensors are allocated anew for each call, perhaps at the same address by chance.
+        """
         self._work = work
         self._tensors = tensors
-        self._addresses: list[int] = []
+        self._may_replay = may_replay
+        self._addresses: list[int] | None = None
         self._graph: torch.cuda.CUDAGraph | None = None
         self.replays = 0
 
     def __call__(self) -> None:
-        addresses = [tensor.data_ptr() for tensor in self._tensors()]
-        if addresses != self._addresses:
+        addresses = [tensor.data_ptr() for tensor in self._tensors()] if self._may_replay() else None
+        if addresses is None or addresses != self._addresses:
             self._addresses, self._graph = addresses, None
             self._work()
             return
         if self._graph is None:
-            self._graph = torch.cuda.CUDAGraph()
-            with _capture(self._graph):
+            graph = torch.cuda.CUDAGraph()
+            with _capture(graph):
                 self._work()
+            self._graph = graph
         self._graph.replay()
         self.replays += 1
 

@@ -1,14 +1,14 @@
 """Optimizers over FSDP2 shards, and the learning-rate schedule."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from colocated_grpo.runtime.distributed import local_part, shard_group, with_rows
+from colocated_grpo.runtime.distributed import local_part, shard_group, whole, with_rows
 from colocated_grpo.settings.training import OptimizerConfig, PolicyConfig
 
 DECAY_POWER = 0.8
@@ -144,6 +144,67 @@ class LocalShardOptimizer(torch.optim.Optimizer):
         self.inner.zero_grad(set_to_none=set_to_none)
         for parameter in self._parameters:
             parameter.grad = None
+
+
+class Update:
+    """An update of the weights from their gradients. Both parts can be captured as CUDA graphs."""
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[nn.Parameter],
+        publish: Callable[[], None],
+        grad_clip: float,
+        device: torch.device,
+    ) -> None:
+        """publish: as of `Weights`."""
+        self.optimizer = optimizer
+        self._parameters = parameters
+        self._publish = publish
+        self._grad_clip = grad_clip
+        self.norm = torch.zeros((), device=device)
+        """Of the gradients of all parameters, on all ranks."""
+
+    def measure_norm(self) -> None:
+        self.norm.copy_(whole(nn.utils.get_total_norm(self.gradients())))
+
+    def apply(self) -> None:
+        """Clip the gradients by the measured norm, change the masters, and publish them."""
+        nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, self.norm)
+        self.optimizer.step()
+        self._publish()
+
+    def gradients(self) -> list[Tensor]:
+        return [parameter.grad for parameter in self._parameters if parameter.grad is not None]
+
+    def moving_tensors(self) -> Iterator[Tensor]:
+        """Yield the tensors of `apply` that may move between updates. Weights move only before the first update."""
+        yield from self.gradients()
+        for state in self.optimizer.state.values():
+            yield from state.values()
+
+    def set_lr(self, lr: float) -> None:
+        for group in self.optimizer.param_groups:
+            if isinstance(group["lr"], Tensor):
+                group["lr"].fill_(lr)
+            else:
+                group["lr"] = lr
+
+    def init_state(self) -> None:
+        """Allocate the optimizer's state unless it exists, so that memory measured afterwards includes it.
+
+        A step with zero gradients and learning rate zero changes neither weights nor moments. Such a step does advance
+        the step counters, so these are reset here.
+        """
+        if self.optimizer.state:
+            return
+        for parameter in self._parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        self.set_lr(0.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for state in self.optimizer.state.values():
+            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
 
 def learning_rate(config: PolicyConfig, step: int, total_steps: int) -> float:

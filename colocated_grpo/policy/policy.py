@@ -1,7 +1,7 @@
 """The trained model on this rank: forward, backward, optimizer step, and its weights under checkpoint names."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields, replace
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,15 @@ from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
 from colocated_grpo.policy.model_loader import ModelLoader
-from colocated_grpo.policy.optimizers import LocalShardOptimizer, OptimizerOffload, build_optimizer, learning_rate
+from colocated_grpo.policy.optimizers import (
+    LocalShardOptimizer,
+    OptimizerOffload,
+    Update,
+    build_optimizer,
+    learning_rate,
+)
 from colocated_grpo.policy.routing import LoadBalancing
-from colocated_grpo.runtime.distributed import World, whole
+from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
 
@@ -67,7 +73,9 @@ class Policy:
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
         self.dtype = loader.dtype
-        self.optimizer = build_optimizer(list(self.parameters().values()), config.policy.optimizer, config.policy.lr)
+        parameters = list(self.parameters().values())
+        optimizer = build_optimizer(parameters, config.policy.optimizer, config.policy.lr)
+        self.update = Update(optimizer, parameters, self.weights.publish, config.policy.grad_clip, self.device)
         self.version = 0
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
@@ -80,8 +88,8 @@ class Policy:
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
         self._gradient: Callable[[MicroBatch, float], Result] = self._plain_gradient
-        self._measure_norm: Callable[[], None] = self._plain_norm
-        self._update: Callable[[], None] = self._plain_update
+        self._measure_norm: Callable[[], None] = self.update.measure_norm
+        self._apply_update: Callable[[], None] = self.update.apply
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
         self.offload = OptimizerOffload(self.optimizer) if offloads else None
@@ -98,6 +106,10 @@ class Policy:
 
     def num_trained(self) -> int:
         return sum(parameter.numel() for parameter in self.parameters().values())
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.update.optimizer
 
     @property
     def optimizer_state_is_local(self) -> bool:
@@ -187,27 +199,29 @@ class Policy:
         return loss.detach(), stats
 
     def use_graphs(self) -> bool:
-        """Run small micro-batches as CUDA graphs from now on. Returns False if the model does not allow it.
+        """Run small micro-batches as CUDA graphs from now on, and with AdamW also the updates of the weights.
 
-        Gradient tensors and a graph's activations then stay allocated between steps. Call when the micro-batch size and
-        the checkpointed blocks are decided.
+        Returns False if the model does not allow it. Gradient tensors and a graph's activations then stay allocated
+        between steps. Call when the micro-batch size and the checkpointed blocks are decided.
         """
         model = self.model
         if not has_static_shapes(model, self.device, self.dtype) or num_checkpointed(model):
             return False
-        self._gradient = GraphedGradient(
+        graphed = GraphedGradient(
             self._plain_gradient,
             list(self.parameters().values()),
             partial(_on_device, device=self.device),
             model_parameters=self.num_parameters(),
             blocks=len(blocks_of(model)),
         )
-        lora = self._config.lora
-        if isinstance(self.optimizer, AdamW) and not (lora is not None and lora.base_on_host):
+        self._gradient = graphed
+        base_on_host = self._config.lora is not None and self._config.lora.base_on_host
+        if isinstance(self.optimizer, AdamW) and self.offload is None and not base_on_host:
+            update, stay = self.update, graphed.keeps_gradients
             for group in self.optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=self.device), capturable=True)
-            self._measure_norm = Replayed(self._plain_norm, self._gradients)
-            self._update = Replayed(self._plain_update, self._tensors_of_update)
+            self._measure_norm = Replayed(update.measure_norm, update.gradients, stay)
+            self._apply_update = Replayed(update.apply, update.moving_tensors, stay)
         return True
 
     @torch.no_grad()
@@ -222,62 +236,23 @@ class Policy:
     def optimizer_step(self, metrics: Metrics) -> None:
         """Clip the gradient and update. Raises RunError before the update if the gradient norm is not finite."""
         self._measure_norm()
-        grad_norm = self._norm.item()
+        grad_norm = self.update.norm.item()
         if not math.isfinite(grad_norm):
             raise RunError(
                 f"optimizer step {self.version}: the gradient norm is {grad_norm}; no weight was changed. "
                 "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
             )
         lr = learning_rate(self._config, self.version, self._total_steps) if self.fixed_lr is None else self.fixed_lr
-        for group in self.optimizer.param_groups:
-            if isinstance(group["lr"], Tensor):
-                group["lr"].fill_(lr)
-            else:
-                group["lr"] = lr
-        self._update()
+        self.update.set_lr(lr)
+        self._apply_update()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         metrics.add({"grad_norm": Stat.mean(grad_norm, 1.0), "lr": Stat.mean(lr, 1.0)})
-
-    def _gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.parameters().values() if parameter.grad is not None]
-
-    def _plain_norm(self) -> None:
-        self._norm = whole(nn.utils.get_total_norm(self._gradients()))
-
-    def _plain_update(self) -> None:
-        nn.utils.clip_grads_with_norm_(self.parameters().values(), self._config.grad_clip, self._norm)
-        self.optimizer.step()
-        self.weights.publish()
-
-    def _tensors_of_update(self) -> Iterator[Tensor]:
-        """Yield what `_plain_update` uses, except weights, which do not move after the first sync."""
-        yield self._norm
-        yield from self._gradients()
-        for state in self.optimizer.state.values():
-            yield from state.values()
 
     def resume_at(self, version: int) -> None:
         """Continue from `version`. Call after loading that version's parameters and optimizer state."""
         self.weights.publish()
         self.version = version
-
-    def init_optimizer_state(self) -> None:
-        """Allocate the optimizer's state unless it exists, so that memory measured afterwards includes it.
-
-        A step with zero gradients and learning rate zero changes neither weights nor moments. Such a step does advance
-        the step counters, so these are reset here.
-        """
-        if self.optimizer.state:
-            return
-        for parameter in self.parameters().values():
-            parameter.grad = torch.zeros_like(parameter)
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for state in self.optimizer.state.values():
-            state["step"] = torch.zeros_like(state["step"]) if isinstance(state["step"], Tensor) else 0
 
 
 def _on_device(data: Packed, device: torch.device) -> Packed:

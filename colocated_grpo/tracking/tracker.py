@@ -119,7 +119,7 @@ def edited_files(run_dir: Path, settings: JsonObject) -> list[str]:
     """Return the files of code and data named in the settings that were modified after the last start of the run."""
     last_start = os.path.getmtime(run_dir / files.CONFIG_FILE)
     values = [str(value) for _, value in files.flatten(settings)]
-    code = {value.rpartition(":")[0] for value in values}  # my_rewards.py:right; my_package.rewards:right
+    code = {value.rpartition(":")[0] for value in values if ":" in value}  # my_rewards.py:right; package.rewards:right
     named = {*values, *code, *(module.replace(".", "/") + ".py" for module in code)}
     return sorted(file for file in named if os.path.isfile(file) and os.path.getmtime(file) > last_start)
 

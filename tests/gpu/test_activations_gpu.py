@@ -52,7 +52,7 @@ def test_training_fits_into_free_memory_with_as_few_checkpointed_blocks_as_neede
     lengths = {"max_prompt_tokens": 256, "max_completion_tokens": 768}
     config = config_of(folder, batch={"max_tokens_per_micro_batch": TOKENS}, rollout=lengths)
     policy, step = policy_of(config, world), StepSettings.of(config)
-    policy.init_optimizer_state()
+    policy.update.init_state()
 
     fit_to_memory(policy, step, world)
     assert num_checkpointed(policy.model) == 0

@@ -13,7 +13,7 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from colocated_grpo.rollout.vllm import sampling_kernels
+from colocated_grpo.rollout.vllm import decode_attention, sampling_kernels
 from colocated_grpo.rollout.vllm import siblings as sibling_kernel
 from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode, most_siblings
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
@@ -84,7 +84,7 @@ def assert_attention_is_softmax(
                 leaders.append(leader)
                 once[leader + 1 : leader + together, :shared] = order[-1]  # must not be read
     if siblings:
-        assert siblings.firsts[: int(siblings.groups)].tolist() == leaders
+        assert siblings.firsts[: int(siblings.num_sets)].tolist() == leaders
     decode(query, keys, values, out, once, lengths_B, head_size**-0.5, siblings, scales)
     again = torch.full_like(out, float("nan"))
     assert torch.equal(decode(query, keys, values, again, table, lengths_B, head_size**-0.5, siblings, scales), out)
@@ -208,8 +208,9 @@ def assert_sampled_tokens_are_the_next_inputs(device: str) -> None:
 
 def check_on_the_cpu() -> None:
     """Without fp8: the interpreter rounds 1.99 to 1.0, and has no inline assembly."""
-    for head_size in (64, 256):
-        assert_attention_is_softmax("cpu", 8, 4, 2, head_size, torch.float16)  # the interpreter multiplies no bfloat16
+    assert_attention_is_softmax("cpu", 8, 4, 2, 256, torch.float16)  # the interpreter multiplies no bfloat16
+    decode_attention.MOST_PREFIX_PROGRAMS = 1  # prefixes have fewer parts than sequences
+    assert_attention_is_softmax("cpu", 8, 4, 2, 64, torch.float16)
     assert_greedy_takes_the_likeliest("cpu")
     assert_sampled_tokens_are_the_next_inputs("cpu")
     sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws

@@ -24,14 +24,15 @@ USUAL_HEAD_SIZE = 128
 MOST_QUERY_HEADS = 16
 """Largest number of query heads per key-value head. A tile has this many rows: heads of a sequence or of siblings."""
 LEAST_WIDTH = 512
-"""Smallest product of key-value heads and head size for which `decode_prefix` is launched. For SmolLM2 (192) the launch
-costs more than it saves, for 1,024 it saves: docs/results/decode_siblings_1xh200.json."""
+"""Smallest product of key-value heads and head size for which `decode_prefix` is launched. With short prompts it costs
+SmolLM2 (192) more than it saves; with long ones it saves most for 1,024: docs/results/decode_siblings_1xh200.json."""
 FP8 = torch.float8_e4m3fn
 FP8_RANGE = torch.finfo(FP8)
 MOST_PARTS = 8
 MOST_PROGRAMS = 16_384
 MOST_PREFIX_PROGRAMS = 2048
-"""The number of groups is known only on the device, so most programs of `decode_prefix` do nothing."""
+"""Programs of `decode_prefix` for which a prefix is divided into several parts. Most programs do nothing, because the
+number of sets is known only on the device."""
 LEAST_TOKENS = 512
 """Fewest tokens of a part."""
 
@@ -138,8 +139,8 @@ def decode(
     if siblings is not None:
         prefix_tokens, overlaps = siblings.tokens, _can_overlap(query.device)
         *prefix, finished = _partial_results(query.device, group, size, "prefix")
-        groups = sequences // 2  # at most
-        decode_prefix[kv_heads, groups, min(parts, max(1, MOST_PREFIX_PROGRAMS // (kv_heads * groups)))](
+        most_sets = max(1, sequences // 2)
+        decode_prefix[kv_heads, most_sets, min(parts, prefix_parts_for(most_sets * kv_heads))](
             query, keys, values, table, *siblings, *prefix, finished, key_scale, scale, *strides, parts,
             OVERLAPS=overlaps, **options,
         )  # fmt: skip
@@ -169,6 +170,11 @@ def parts_for(programs: int, longest: int) -> int:
     programs: as in `shape_for`. longest: tokens of the longest sequence that the cache may hold.
     """
     return max(1, min(MOST_PARTS, MOST_PROGRAMS // programs, -(-longest // LEAST_TOKENS)))
+
+
+def prefix_parts_for(programs: int) -> int:
+    """Return into how many parts a long prefix is divided. programs: pairs of a possible set and a key-value head."""
+    return max(1, MOST_PREFIX_PROGRAMS // programs)
 
 
 @cache

@@ -124,7 +124,7 @@ def _store(sums, tops, masses, place, top, mass, total, real, SIZE: tl.constexpr
 
 @jit
 def decode_prefix(
-    query, keys, values, table, firsts, counts, prefix_tokens, groups, sums, tops, masses, finished, key_scale, scale,
+    query, keys, values, table, firsts, counts, prefix_tokens, num_sets, sums, tops, masses, finished, key_scale, scale,
     query_sequence, query_head, key_block, key_token, key_head, value_block, value_token, value_head, table_sequence,
     parts,
     BLOCK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr,
@@ -138,7 +138,7 @@ def decode_prefix(
         tl.extra.cuda.gdc_launch_dependents()
     head = tl.program_id(0)
     part = tl.program_id(2)
-    if tl.program_id(1) < tl.load(groups):
+    if tl.program_id(1) < tl.load(num_sets):
         first = tl.load(firsts + tl.program_id(1)).to(tl.int64)
         prefix = tl.multiple_of(tl.load(prefix_tokens + first), BLOCK)
         span = _span(prefix, tl.num_programs(2), LEAST)

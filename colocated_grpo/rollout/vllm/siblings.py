@@ -22,16 +22,16 @@ AT_ONCE = 16
 
 
 class Siblings(NamedTuple):
-    """Adjacent sequences that are read together, here called a group. All int32."""
+    """Sets of adjacent sequences that are read together. All int32."""
 
     firsts: Tensor
-    """[B] first sequence of each group, the groups' number of entries. Sequences without siblings form no group."""
+    """[B] index of the first sequence of each set. Only the first `num_sets` numbers are written."""
     counts: Tensor
-    """[B] for each sequence, the number in its group, 1 without siblings."""
+    """[B] for each sequence, the number of sequences in its set; 1 without siblings, which is no set."""
     tokens: Tensor
-    """[B] for each sequence, tokens of the whole blocks that its group has in common, 0 without siblings."""
-    groups: Tensor
-    """[1] number of groups."""
+    """[B] for each sequence, tokens of the whole blocks that its set has in common; 0 without siblings."""
+    num_sets: Tensor
+    """[1]"""
 
 
 def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) -> Siblings:
@@ -42,13 +42,13 @@ def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) ->
     results = torch.empty(5, len(table), dtype=torch.int32, device=table.device)
     lanes = max(FEWEST_LANES, triton.next_power_of_2(len(table)))
     firsts, counts, tokens, starts, common = results.unbind()
-    groups = torch.empty(1, dtype=torch.int32, device=table.device)
+    num_sets = torch.empty(1, dtype=torch.int32, device=table.device)
     _find[(1,)](
-        table, lengths, firsts, counts, tokens, groups, starts, common, table.stride(0), len(table), most,
+        table, lengths, firsts, counts, tokens, num_sets, starts, common, table.stride(0), len(table), most,
         BLOCK=block_size, LANES=lanes, AT_ONCE=AT_ONCE, LEAST_BLOCKS=-(-LEAST_COMMON_TOKENS // block_size),
         num_warps=min(16, lanes // 32),
     )  # fmt: skip
-    return Siblings(firsts, counts, tokens, groups)
+    return Siblings(firsts, counts, tokens, num_sets)
 
 
 class SiblingsOfStep:
@@ -79,7 +79,7 @@ def _larger(one, other):
 
 @jit
 def _find(
-    table, lengths, firsts, counts, tokens, groups, starts, commons, table_sequence, sequences, most,
+    table, lengths, firsts, counts, tokens, num_sets, starts, commons, table_sequence, sequences, most,
     BLOCK: tl.constexpr, LANES: tl.constexpr, AT_ONCE: tl.constexpr, LEAST_BLOCKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.arange(0, LANES)
@@ -117,4 +117,4 @@ def _find(
     tl.store(tokens + row, tl.where(count > 1, blocks * BLOCK, 0), mask=real)
     leads = (count > 1) & (first == row)
     tl.store(firsts + tl.cumsum(leads.to(tl.int32)) - 1, row, mask=leads)
-    tl.store(groups, tl.sum(leads.to(tl.int32)))
+    tl.store(num_sets, tl.sum(leads.to(tl.int32)))

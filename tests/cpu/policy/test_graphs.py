@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 
 from colocated_grpo.batching.pack import Minibatch
 from colocated_grpo.metrics import Metrics, reduce
+from colocated_grpo.policy import graphs
 from colocated_grpo.policy.attention import with_own_keys
-from colocated_grpo.policy.graphs import padded, pays_off, shape_for
+from colocated_grpo.policy.graphs import Replayed, padded, pays_off, shape_for
 from tests.support.small_policy import (
     assert_same,
     config_of,
@@ -83,3 +86,53 @@ def test_graphs_serve_small_models_and_small_micro_batches():
     assert pays_off(134_515_008, 30, 8_192)
     assert not pays_off(134_515_008, 30, 65_536)
     assert not pays_off(596_049_920, 28, 24_576)
+
+
+class Recorder:
+    """Stands for CUDA graphs, which need a GPU: writes down what happens."""
+
+    def __init__(self, monkeypatch):
+        self.events = []
+        self.fails = False
+        monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
+        monkeypatch.setattr(graphs, "_capture", self.capture)
+
+    @contextmanager
+    def capture(self, _graph):
+        self.events.append("capture")
+        yield
+        if self.fails:
+            raise RuntimeError("capture failed")
+
+    def replay(self):
+        self.events.append("replay")
+
+    def since(self):
+        events, self.events[:] = self.events[:], []
+        return events
+
+
+def test_work_is_captured_when_its_tensors_have_stayed_and_again_after_they_have_moved(monkeypatch):
+    recorder, tensors, may_replay = Recorder(monkeypatch), [torch.ones(2)], True
+    work = Replayed(lambda: recorder.events.append("work"), lambda: tensors, lambda: may_replay)
+    captured = ["capture", "work", "replay"]
+    assert [work() or recorder.since() for _ in range(3)] == [["work"], captured, ["replay"]]
+    tensors[0] = torch.ones(2)
+    assert [work() or recorder.since() for _ in range(3)] == [["work"], captured, ["replay"]]
+    may_replay = False
+    assert [work() or recorder.since() for _ in range(2)] == [["work"], ["work"]]
+    may_replay = True
+    assert [work() or recorder.since() for _ in range(2)] == [["work"], captured]
+    assert work.replays == 5
+
+
+def test_a_failed_capture_leaves_no_graph(monkeypatch):
+    recorder = Recorder(monkeypatch)
+    work = Replayed(lambda: None, list, lambda: True)
+    work()
+    assert not recorder.since()  # the first call needs no tensors to be plain
+    recorder.fails = True
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="capture failed"):
+            work()
+    assert recorder.since() == ["capture", "capture"]

@@ -129,7 +129,7 @@ def test_allocating_optimizer_state_early_changes_neither_weights_nor_later_step
     config = optimizer_config(folder, kind)
     early, late = policy_of(config, world), policy_of(config, world)
     before = weights_of(early)
-    early.init_optimizer_state()
+    early.update.init_state()
     assert_same(weights_of(early), before, rtol=0, atol=0)
     assert early.version == 0
     assert all(early.optimizer_states().values())
@@ -169,7 +169,7 @@ def clipped_steps(world: World, folder, scale: float) -> tuple:
     norm = torch.stack([g.square().sum() for g in gradients_of(policy).values()]).sum().sqrt().item()
     config = config_of(folder, policy={"lr": 1.0, "grad_clip": scale * norm})
     policy = policy_of(config, world)
-    policy.optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
+    policy.update.optimizer = torch.optim.SGD(policy.model.parameters(), lr=0.0)
     before = weights_of(policy)
     metrics = Metrics(world.device)
     batch = pack_for(world, groups, config)

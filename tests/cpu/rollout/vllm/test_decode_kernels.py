@@ -15,14 +15,22 @@ def test_the_kernels_equal_plain_arithmetic():
 
 
 def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_can_use():
-    from colocated_grpo.rollout.vllm.decode_attention import LEAST_TOKENS, MOST_PARTS, MOST_PROGRAMS, parts_for
+    from colocated_grpo.rollout.vllm.decode_attention import (
+        LEAST_TOKENS,
+        MOST_PARTS,
+        MOST_PREFIX_PROGRAMS,
+        MOST_PROGRAMS,
+        parts_for,
+        prefix_parts_for,
+    )
 
     assert [parts_for(64, longest) for longest in (16, LEAST_TOKENS, LEAST_TOKENS + 1)] == [1, 1, 2]
     assert [parts_for(programs, 1 << 20) for programs in (64, MOST_PROGRAMS // 2, 1 << 20)] == [MOST_PARTS, 2, 1]
+    assert [prefix_parts_for(programs) for programs in (MOST_PREFIX_PROGRAMS // 2, 1 << 20)] == [2, 1]
 
 
 TYPES = {
-    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "groups", "finished"),
+    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "num_sets", "finished"),
     "*fp32": ("sums", "tops", "masses", "prefix_sums", "prefix_tops", "prefix_masses"),
     "*bf16": ("query", "keys", "values", "out", "key_scale", "value_scale"),
     "fp32": ("scale",),
