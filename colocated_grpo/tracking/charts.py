@@ -45,10 +45,10 @@ MEANINGS = {
     "correction/weight": "mean token weight applied by loss.correction",
     "seconds/step": "the curves leave out a first step that takes over twice as long as any other",
     "tokens_per_second": "prompt and completion tokens of all ranks over the whole step",
-    "tokens_per_second/train": "trained tokens over the train phase",
+    "tokens_per_second/train": "tokens of trained groups over the train phase",
     "memory/generate_gib": "memory in use on rank 0's device by all processes, at the end of the phase",
     "prefix_reuse": "fraction of tokens saved because a prefix common to several sequences is computed once",
-    "padding": "padding tokens over trained tokens",
+    "padding": "tokens of padding micro-batches over those of the trained groups",
     "imbalance": "computed tokens of the most loaded rank over the mean, minus 1",
 }
 NUM_COLORS = 9
