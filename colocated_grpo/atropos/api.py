@@ -6,7 +6,7 @@ Endpoints and JSON are those of `run-api` (atroposlib 0.4.0). The state is in me
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from gzip import compress
 from typing import Annotated, Any, TypeVar
@@ -25,7 +25,7 @@ from colocated_grpo.runtime.program import raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_loopback
 from colocated_grpo.types import JsonObject
 from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, off_the_loop, read_json
-from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RequireApiKey
+from colocated_grpo.web.server import Connection, Hosts, OwnRequests, RareNote, RequireApiKey
 
 MAX_BODY_BYTES = 64 << 20
 """64 sequences of 32,768 tokens with masks and log-probabilities, at 32 bytes of text per token."""
@@ -110,9 +110,10 @@ def create_app(
     """Return the server with its own state, which needs no locks on one event loop. hosts: unused with an API key."""
     app = FastAPI(title="Atropos API", docs_url=None, redoc_url=None, openapi_url=None)
     exchange = state.Exchange(max_queued, max_queued_bytes)
+    note = RareNote(partial(print, file=sys.stderr, flush=True))  # clients do not log the text of an error response
     statuses = {InvalidBody: 422, state.InvalidGroup: 422, state.UnknownEnvironment: 404, state.QueueFull: 503}
     for error, status in statuses.items():
-        app.add_exception_handler(error, partial(_on_exception, status))
+        app.add_exception_handler(error, partial(_on_exception, status, note))
     _add_trainer_routes(app, exchange)
     _add_environment_routes(app, exchange)
     guarded: ASGIApp = BodyLimit(app, max_body_bytes, GROUPS, GROUP_PATHS)
@@ -123,7 +124,8 @@ def create_app(
     return OwnRequests(guarded, hosts if api_key is None else None, origins)
 
 
-async def _on_exception(status: int, _request: Request, error: Exception) -> JSONResponse:
+async def _on_exception(status: int, note: Callable[[str], None], request: Request, error: Exception) -> JSONResponse:
+    note(f"rejected {request.method} {request.url.path} with {status}: {error}")
     return JSONResponse({"detail": str(error)}, status)
 
 

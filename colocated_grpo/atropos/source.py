@@ -19,6 +19,7 @@ from colocated_grpo.errors import NothingUsable
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.types import Group, JsonObject
 from colocated_grpo.web.client import JsonClient, RequestRejected, Unavailable, until_available
+from colocated_grpo.web.server import RareNote
 
 UNSET = -1
 """Reported by GET /info while no trainer is registered."""
@@ -32,7 +33,7 @@ MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
 """Wait for a batch before a log line with the number of groups in the server's queue. It doubles with each line."""
 REPORT_SECONDS = 10.0
-"""Minimum time between log lines about dropped sequences, because a client can post thousands of groups per second."""
+"""Minimum time between log lines about dropped sequences."""
 
 Number = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -136,7 +137,7 @@ class AtroposSource:
         """Consecutive failed requests for a batch."""
         self._unusable_since: float | None = None
         """Arrival time of the first batch without a valid sequence. Reset by a batch with a valid sequence."""
-        self._reported = -REPORT_SECONDS
+        self._note_dropped = RareNote(self.note, REPORT_SECONDS)
         self._untrained: deque[list[object]] = deque()
         """Received batches that are not yet trained, oldest first. The server no longer has them."""
         self._groups_read = 0
@@ -206,9 +207,8 @@ class AtroposSource:
         self.keep(items)
         batch = self.reader.read(items, self._groups_read, policy_version)
         self._last.update(batch)
-        if batch.dropped and time.monotonic() - self._reported >= REPORT_SECONDS:
-            self.note(f"atropos: dropped {self._last.description()}")
-            self._reported = time.monotonic()
+        if batch.dropped:
+            self._note_dropped(f"atropos: dropped {self._last.description()}")
         if batch.groups:
             self._unusable_since = None
             with suppress(Unavailable, RequestRejected):

@@ -14,7 +14,7 @@ from colocated_grpo.servers import engine_control, rank_links, request_bodies, r
 from colocated_grpo.servers.request_bodies import ChatBody, CompletionBody, GenerateBody, SamplingParameters, TokensBody
 from colocated_grpo.servers.sampler import CompletionPart, Sampler
 from colocated_grpo.web.bodies import BodyLimit, BodyShape, InvalidBody, read_json
-from colocated_grpo.web.server import ConcurrencyLimit, Hosts, OwnRequests, RequireApiKey, error_response
+from colocated_grpo.web.server import ConcurrencyLimit, Hosts, OwnRequests, RareNote, RequireApiKey, error_response
 
 T = TypeVar("T")
 
@@ -51,7 +51,8 @@ def create_app(
     state: `EngineControl.state`. Bodies on large_paths may have up to max_body_bytes.
     """
     app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
-    add_exception_handlers(app)
+    # Atropos' clients do not log the text of an error response.
+    add_exception_handlers(app, RareNote(sampler.note))
     max_tokens = sampler.limits.max_tokens
 
     @app.get("/health")
@@ -82,17 +83,24 @@ def shape_of_bodies(max_tokens: int) -> BodyShape:
     return BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
 
 
-def add_exception_handlers(app: FastAPI) -> None:
+def add_exception_handlers(app: FastAPI, note: Callable[[str], None] = lambda line: None) -> None:
+    """Answer rejected requests with OpenAI's errors. note: logs a line about a POST with status 4xx."""
+
+    def reject(request: Request, status: int, message: str) -> JSONResponse:
+        if request.method == "POST" and status < 499:
+            note(f"rejected POST {request.url.path} with {status}: {message}")
+        return error_response(status, message)
+
     @app.exception_handler(RequestValidationError)
-    async def malformed(_request: Request, error: RequestValidationError) -> JSONResponse:
-        return error_response(400, request_bodies.first_problem(error.errors()))
+    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
+        return reject(request, 400, request_bodies.first_problem(error.errors()))
 
     @app.exception_handler(HTTPException)
-    async def http_error(_request: Request, error: HTTPException) -> JSONResponse:
-        return error_response(error.status_code, str(error.detail))
+    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
+        return reject(request, error.status_code, str(error.detail))
 
-    async def ours(_request: Request, error: Exception) -> JSONResponse:
-        return error_response(next(status for kind, status in STATUSES.items() if isinstance(error, kind)), str(error))
+    async def ours(request: Request, error: Exception) -> JSONResponse:
+        return reject(request, next(status for kind, status in STATUSES.items() if isinstance(error, kind)), str(error))
 
     for kind in STATUSES:
         app.add_exception_handler(kind, ours)

@@ -11,7 +11,8 @@ import binascii
 import hmac
 import socket
 import threading
-from collections.abc import Collection, Iterable, Sequence
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -22,6 +23,7 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from colocated_grpo.errors import visible
 from colocated_grpo.runtime.program import max_client_connections, raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_address, is_wildcard
 from colocated_grpo.types import JsonObject
@@ -35,6 +37,22 @@ def error_body(status: int, message: str) -> JsonObject:
     """Return an error in OpenAI's format, so that OpenAI clients show the message to the user."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "code": status}}
+
+
+@dataclass(eq=False)
+class RareNote:
+    """Log at most one line in `seconds`: clients can cause thousands of lines per second."""
+
+    note: Callable[[str], None]
+    seconds: float = 10.0
+
+    def __post_init__(self) -> None:
+        self._due = 0.0
+
+    def __call__(self, line: str) -> None:
+        if (now := time.monotonic()) >= self._due:
+            self._due = now + self.seconds
+            self.note(visible(line))
 
 
 @dataclass(eq=False, repr=False)  # its repr would show the key

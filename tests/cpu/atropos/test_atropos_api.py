@@ -348,6 +348,17 @@ def test_text_that_utf_8_cannot_encode_is_rejected_where_it_is_kept(text):
     server.close()
 
 
+def test_a_rejection_is_printed_at_most_every_ten_seconds(capfd):
+    server = ServerThread(create_app(hosts=Hosts("127.0.0.1")), "127.0.0.1", [0])
+    api = Client(f"http://127.0.0.1:{server.ports[0]}")
+    api.start(batch_size=8)
+    for _ in range(2):
+        assert api.call("POST", "/scored_data", group(3))[0] == 422
+    server.close()
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("rejected POST /scored_data with 422: a group of 3 sequences can never be served")
+
+
 @pytest.mark.parametrize(("host", "warns"), [("0.0.0.0", True), ("10.0.0.7", True), ("127.0.0.1", False)])
 def test_a_server_for_other_machines_without_a_key_warns(monkeypatch, capsys, host, warns):
     monkeypatch.setattr(api_module.uvicorn, "run", lambda *_, **settings: None)

@@ -111,6 +111,13 @@ def test_sampling_that_renormalizes_logprobs_is_logged_once(server):
     ]
 
 
+def test_a_rejected_request_is_logged_at_most_every_ten_seconds(server):
+    for _ in range(2):
+        server.rejected("/generate", {**GENERATE, "n": 0})
+    [line] = server.notes
+    assert line.startswith("rejected POST /generate with 400: n: ")
+
+
 def test_inference_v1_generate_responds_in_vllms_format(server):
     protocol = pytest.importorskip("vllm.entrypoints.scale_out.token_in_token_out.protocol")
     body = {"token_ids": [1, 2], "sampling_params": {"n": 2, "max_tokens": 5, "logprobs": 1}, "request_id": "r"}
