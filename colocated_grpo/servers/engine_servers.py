@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -44,6 +45,8 @@ ADVICE = {
     404: "; this is not an engine server, or an older one: start it with colocated-grpo serve",
 }
 """By status of a rejected call."""
+SERVER_PORTS = range(20_000, 32_768)
+"""Below Linux' ephemeral ports, which other sockets can get while a server loads its model."""
 TRAINER_HEADER = "X-Trainer"
 """Name of the header with the secret of a trainer, the same on all of its ranks."""
 
@@ -267,10 +270,14 @@ def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ports of this machine that are currently free."""
+    """Return ports of this machine that are currently free, in random order of `SERVER_PORTS`."""
+    ports, found = iter(random.sample(SERVER_PORTS, len(SERVER_PORTS))), list[int]()
     with ExitStack() as opened:
-        probes = [opened.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [probe.getsockname()[1] for probe in probes]
+        while len(found) < count:
+            with suppress(OSError):
+                opened.enter_context(socket.create_server(("127.0.0.1", port := next(ports))))
+                found.append(port)
+    return found
 
 
 class EngineServers:

@@ -15,7 +15,7 @@ from colocated_grpo.launch.launcher import main
 from colocated_grpo.runtime import processes
 from colocated_grpo.runtime.processes import Ended
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
-from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan
+from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, free_ports
 from colocated_grpo.servers.options import parse
 from tests.support.servers import until
 
@@ -256,3 +256,9 @@ def test_a_server_that_ends_before_the_run_has_begun_does_not_kill_the_launcher(
             until(lambda: received)
         finally:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def test_no_other_socket_gets_the_port_of_a_server_that_loads_its_model():
+    first, _ = map(int, Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split())
+    ports = free_ports(50)
+    assert len(set(ports)) == 50 and max(ports) < first
