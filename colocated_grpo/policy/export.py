@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Generator, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar
@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from colocated_grpo.errors import in_one_line, write_failed
 from colocated_grpo.policy.model_loader import dtype_of
 from colocated_grpo.policy.policy import Policy
-from colocated_grpo.runtime.checksums import write_checksums
+from colocated_grpo.runtime.checksums import CHECKSUMS_FILE, write_checksums
 from colocated_grpo.runtime.distributed import World, whole
 from colocated_grpo.settings.schema import CheckpointConfig
 from colocated_grpo.settings.training import LoRAConfig
@@ -126,6 +126,9 @@ def _renamed_when_complete(target: Path, world: World) -> Generator[Path | None]
     if partial is not None:
         with _write_errors_in_one_line(target.parent):
             write_checksums(partial)
+            for weights in partial.glob("*.safetensors"):  # safetensors lets only this user read its files
+                with suppress(PermissionError):  # a filesystem without modes
+                    shutil.copymode(partial / CHECKSUMS_FILE, weights)
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     world.barrier()

@@ -119,6 +119,11 @@ def test_an_export_replaces_an_older_one_and_copies_the_generation_settings(worl
     assert (target / settings).read_bytes() == (model_folder() / settings).read_bytes()
 
 
+def test_whoever_can_read_the_settings_of_an_export_can_read_its_weights(world, model_folder, tmp_path):
+    train_and_export(world, model_folder(), tmp_path / "final_model")
+    assert len({file.stat().st_mode for file in (tmp_path / "final_model").iterdir()}) == 1
+
+
 def test_a_failed_write_ends_the_export_with_one_line_and_no_partial_model(world, model_folder, tmp_path):
     """A limit on file sizes stands for a full disk; safetensors raises an error type of its own for both."""
     folder, target = model_folder(), tmp_path / "final_model"
