@@ -181,9 +181,9 @@ def subject_of(name: str) -> ModelSubject:
 
 
 def _exported(run: Path) -> Path:
-    for name in EXPORTS:
-        if (run / name).is_dir():
-            return run / name
+    for kind in (EXPORTS[:2], EXPORTS[2:]):
+        if found := [run / name for name in kind if (run / name).is_dir()]:
+            return max(found, key=os.path.getmtime)  # a resume with other exports leaves the older one behind
     steps = {int(found[1]): path for path in run.iterdir() if (found := _EXPORT_OF_STEP.fullmatch(path.name))}
     if not steps:
         raise ConfigError(

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.server
 import io
 import json
+import os
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -136,6 +138,9 @@ def test_a_run_stands_for_its_best_export_else_its_final_one_else_its_newest(tmp
     for name in ("final_model", "best_model"):
         (run / name).mkdir()
         assert subject_of(str(run)).model == str(run / name)
+    shutil.copytree(run / "adapter_step_10", run / "best_adapter")
+    os.utime(run / "best_model", (0, 0))
+    assert subject_of(str(run)).adapter == run / "best_adapter", "the newest"
 
 
 class PlainServer:
