@@ -23,7 +23,7 @@ from colocated_grpo.rollout.engine import Request
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import derive_seed
-from colocated_grpo.runtime.user_code import limited
+from colocated_grpo.runtime.user_code import Line, innermost, limited, line_of_thread, lines_of_error
 from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 GRACE_SECONDS = 2.0
@@ -131,11 +131,12 @@ class EpisodeRunner:
         now = time.monotonic()
         overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE_SECONDS]
         for playing in overdue:
+            line = line_of_thread(getattr(playing.loop, "_thread_id", None))
             playing.abandoned = True
             playing.task.cancel()
             if playing.loop is self._loop:
                 self._abandon_loop()
-            error = f"{self._timeout_error()}; it blocks the event loop: run blocking code with asyncio.to_thread"
+            error = f"{self._timeout_error(line)}; it blocks the event loop: run blocking code with asyncio.to_thread"
             yield from self._store(playing, self._rollout(playing, Score(reward=None, error=error)))
 
     def cancel(self) -> None:
@@ -174,8 +175,10 @@ class EpisodeRunner:
             del self._groups[playing.index]
             yield playing.index, [group[sibling] for sibling in sorted(group)]
 
-    def _timeout_error(self) -> str:
-        return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s"
+    def _timeout_error(self, line: Line | None) -> str:
+        """line: the line of user code that takes the time, if it is known."""
+        where = "" if line is None else f", in {line}"
+        return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s{where}"
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
         sampling = playing.job.sampling
@@ -207,8 +210,10 @@ class EpisodeRunner:
         except BaseException as error:
             if playing.abandoned:
                 raise
-            late = clock.expired() and isinstance(error, TimeoutError)
-            return Score(reward=None, error=self._timeout_error() if late else one_line(error))
+            if clock.expired() and isinstance(error, TimeoutError):
+                line = innermost(lines_of_error(error.__cause__ or error))  # which the cancellation has interrupted
+                return Score(reward=None, error=self._timeout_error(line))
+            return Score(reward=None, error=one_line(error))
         finally:
             playing.clock = None
 

@@ -357,7 +357,8 @@ def test_a_tool_that_never_answers_costs_its_episode_only():
     rewards = [[rollout.score.reward for rollout in group.rollouts] for group in groups]
     assert rewards == [[1.0, 1.0], [None, None], [1.0, 1.0]]
     late = groups[1].rollouts[0]
-    assert late.score.error == "no turn and no result within rollout.tool_timeout=1 s"
+    place = f"test_episodes.py, line {run.__code__.co_firstlineno + 3}"
+    assert late.score.error == f"no turn and no result within rollout.tool_timeout=1 s, in run ({place})"
     assert any(late.loss_mask)
 
 
@@ -387,7 +388,9 @@ def test_an_episode_that_blocks_its_event_loop_is_abandoned_and_the_next_batch_r
     collector = collector_of(FakeEngine(), {"play": Play(run)}, tool_timeout=1.0)
     groups = collector.collect(job_of(2))
     assert {rollout.score.reward for rollout in groups[1].rollouts} == {None}
-    assert "run blocking code with asyncio.to_thread" in groups[1].rollouts[0].score.error
+    place = f"test_episodes.py, line {run.__code__.co_firstlineno + 3}"
+    error = groups[1].rollouts[0].score.error
+    assert f", in run ({place}); it blocks the event loop: run blocking code with asyncio.to_thread" in error
     one = Job(name="train/1", prompts=[prompt_of(0)], group_size=2, sampling=job_of(1).sampling)
     assert [rollout.score.reward for rollout in collector.collect(one)[0].rollouts] == [1.0, 1.0]
     collector.close()
