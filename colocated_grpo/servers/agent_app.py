@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, OpenEpisodes
 from colocated_grpo.environments.agents.sequences import TooManyRequests
@@ -61,7 +61,13 @@ class EpisodeGate:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
             episode.conversation.requests += f"/{path}" == CHAT  # counted here to include rejected requests
-            await self.app({**scope, "path": f"/{path}", EPISODE: episode}, receive, send)
+
+            async def respond(message: Message) -> None:
+                if message.get("status") == 413:  # no context holds that much; its sequence is unknown
+                    episode.reject("")
+                await send(message)
+
+            await self.app({**scope, "path": f"/{path}", EPISODE: episode}, receive, respond)
 
 
 def create_agent_app(episodes: OpenEpisodes, codec: TextCodec, model: str, stop: Sequence[str]) -> ASGIApp:

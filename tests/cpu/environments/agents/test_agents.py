@@ -417,6 +417,15 @@ def test_only_the_sequence_that_could_not_be_continued_counts_as_cut(too_long):
     assert set_metrics("eval/a", [group], [1], 1.0, None)["eval/a/truncated"] == 0.5
 
 
+def test_a_message_too_large_for_the_server_does_not_fit_the_context():
+    async def play(item, access):
+        answer = await ask(access, [user("a")])
+        await ask(access, [user("a"), answer, user("b" * (9 << 20))])
+
+    rollout, _ = play_alone(play, says("c"), max_tokens=64)
+    assert (rollout.score.reward, rollout.score.error) == (0.0, None)
+
+
 def test_a_sequence_that_is_continued_with_a_shorter_message_is_not_cut():
     async def play(item, access):
         answer = await ask(access, [user("a")])
