@@ -176,7 +176,6 @@ class EpisodeRunner:
             yield playing.index, [group[sibling] for sibling in sorted(group)]
 
     def _timeout_error(self, line: Line | None) -> str:
-        """line: the line of user code that takes the time, if it is known."""
         where = "" if line is None else f", in {line}"
         return f"no turn and no result within rollout.tool_timeout={self.tool_timeout:g} s{where}"
 

@@ -61,10 +61,11 @@ class EpisodeGate:
             await error_response(401, "no running episode has this path and API key")(scope, receive, send)
         else:
             episode.conversation.requests += f"/{path}" == CHAT  # counted here to include rejected requests
+            reject = episode.reject
 
             async def respond(message: Message) -> None:
                 if message.get("status") == 413:  # no context holds that much; its sequence is unknown
-                    episode.reject("")
+                    reject("")
                 await send(message)
 
             await self.app({**scope, "path": f"/{path}", EPISODE: episode}, receive, respond)

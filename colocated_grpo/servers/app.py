@@ -86,24 +86,19 @@ def shape_of_bodies(max_tokens: int) -> BodyShape:
 def add_exception_handlers(app: FastAPI, note: Callable[[str], None] = lambda line: None) -> None:
     """Answer rejected requests with OpenAI's errors. note: logs a line about a POST with status 4xx."""
 
-    def reject(request: Request, status: int, message: str) -> JSONResponse:
+    async def reject(request: Request, error: Exception) -> JSONResponse:
+        if isinstance(error, HTTPException):
+            status, message = error.status_code, error.detail
+        elif isinstance(error, RequestValidationError):
+            status, message = 400, request_bodies.first_problem(error.errors())
+        else:
+            status, message = next(code for kind, code in STATUSES.items() if isinstance(error, kind)), str(error)
         if request.method == "POST" and status < 499:
             note(f"rejected POST {request.url.path} with {status}: {message}")
         return error_response(status, message)
 
-    @app.exception_handler(RequestValidationError)
-    async def malformed(request: Request, error: RequestValidationError) -> JSONResponse:
-        return reject(request, 400, request_bodies.first_problem(error.errors()))
-
-    @app.exception_handler(HTTPException)
-    async def http_error(request: Request, error: HTTPException) -> JSONResponse:
-        return reject(request, error.status_code, str(error.detail))
-
-    async def ours(request: Request, error: Exception) -> JSONResponse:
-        return reject(request, next(status for kind, status in STATUSES.items() if isinstance(error, kind)), str(error))
-
-    for kind in STATUSES:
-        app.add_exception_handler(kind, ours)
+    for kind in (HTTPException, RequestValidationError, *STATUSES):
+        app.add_exception_handler(kind, reject)
 
 
 def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:
