@@ -271,7 +271,7 @@ def serve_command(model: ModelConfig, engine: EngineConfig, policy: PolicyConfig
 
 def free_ports(count: int) -> list[int]:
     """Return ports of this machine that are currently free, in random order of `SERVER_PORTS`."""
-    ports, found = iter(random.sample(SERVER_PORTS, len(SERVER_PORTS))), list[int]()
+    ports, found = iter(random.SystemRandom().sample(SERVER_PORTS, len(SERVER_PORTS))), list[int]()
     with ExitStack() as opened:
         while len(found) < count:
             with suppress(OSError):
