@@ -97,7 +97,7 @@ def assert_attention_is_softmax(
         )
         weights = torch.softmax(torch.einsum("hd,thd->ht", query[row].double(), k) * head_size**-0.5, -1)
         expected = torch.einsum("ht,thd->hd", weights, v)
-        torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=0.03)
+        torch.testing.assert_close(out[row].double(), expected, rtol=0, atol=0.03 if dtype == torch.bfloat16 else 0.004)
 
 
 def rows_of(device: str, count: int, temperature: float = 1.0) -> tuple[torch.Tensor, ...]:
@@ -208,9 +208,13 @@ def assert_sampled_tokens_are_the_next_inputs(device: str) -> None:
 
 def check_on_the_cpu() -> None:
     """Without fp8: the interpreter rounds 1.99 to 1.0, and has no inline assembly."""
-    assert_attention_is_softmax("cpu", 8, 4, 2, 256, torch.float16)  # the interpreter multiplies no bfloat16
+    check = partial(
+        assert_attention_is_softmax, "cpu", 8, dtype=torch.float16
+    )  # the interpreter multiplies no bfloat16
+    check(4, 2, 64)  # too narrow for `decode_prefix`
+    check(4, 2, 256)
     decode_attention.MOST_PREFIX_PROGRAMS = 1  # prefixes have fewer parts than sequences
-    assert_attention_is_softmax("cpu", 8, 4, 2, 64, torch.float16)
+    check(4, 4, 128)
     assert_greedy_takes_the_likeliest("cpu")
     assert_sampled_tokens_are_the_next_inputs("cpu")
     sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
