@@ -22,8 +22,6 @@ from colocated_grpo.tracking import ending, files
 
 __all__ = ["ConfigError", "Result", "RunError", "RunState", "Trainer"]
 
-EXPORTS = ("final_model", "final_adapter")
-BESTS = ("best_model", "best_adapter")
 REPORT_HEIGHT = 600
 TORCH_CAME_FIRST = (
     "note: torch was imported before colocated_grpo: on a busy CPU, steps take several times as long; write "
@@ -236,7 +234,6 @@ def read_result(folder: Path) -> Result:
     """Return the result of the completed or stopped run in `folder`."""
     summary = files.read_summary(folder)
     rows = list(files.read_rows(folder / files.METRICS_FILE))
-    exports, bests = ([path for name in names if (path := folder / name).is_dir()] for names in (EXPORTS, BESTS))
     return Result(
         outcome=summary["state"],
         steps=summary["steps"],
@@ -245,8 +242,8 @@ def read_result(folder: Path) -> Result:
         evaluation=_last(rows, files.EVALUATION),
         folder=folder,
         checkpoint=next(reversed(run_folder.complete_checkpoints(folder / run_folder.CHECKPOINTS)), None),
-        model=next(reversed(exports), None),
-        best_model=next(reversed(bests), None),
+        model=next(reversed(files.exports(folder, files.FINAL)), None),
+        best_model=next(reversed(files.exports(folder, files.BEST)), None),
     )
 
 

@@ -32,8 +32,6 @@ POLL_SECONDS = 0.5
 MAX_RETRY_SECONDS = 30.0
 EXPLAIN_SECONDS = 60.0
 """Wait for a batch before a log line with the number of groups in the server's queue. It doubles with each line."""
-REPORT_SECONDS = 10.0
-"""Minimum time between log lines about dropped sequences."""
 
 Number = Annotated[float, msgspec.Meta(ge=0, lt=2**53)]
 
@@ -137,7 +135,7 @@ class AtroposSource:
         """Consecutive failed requests for a batch."""
         self._unusable_since: float | None = None
         """Arrival time of the first batch without a valid sequence. Reset by a batch with a valid sequence."""
-        self._note_dropped = RareNote(self.note, REPORT_SECONDS)
+        self._note_dropped = RareNote(self.note)
         self._untrained: deque[list[object]] = deque()
         """Received batches that are not yet trained, oldest first. The server no longer has them."""
         self._groups_read = 0

@@ -9,7 +9,6 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 from transformers import PretrainedConfig
 
 from colocated_grpo.batching.micro_batch import MicroBatch, PackedRoutes, PackedTokens, PrefixKeys
@@ -216,7 +215,7 @@ class Policy:
         )
         self._gradient = graphed
         base_on_host = self._config.lora is not None and self._config.lora.base_on_host
-        if isinstance(self.optimizer, AdamW) and self.offload is None and not base_on_host:
+        if isinstance(self.optimizer, torch.optim.AdamW) and self.offload is None and not base_on_host:
             update, stay = self.update, graphed.keeps_gradients
             for group in self.optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=self.device), capturable=True)

@@ -131,7 +131,7 @@ class EpisodeRunner:
         now = time.monotonic()
         overdue = [one for one in self._playing if one.deadline is not None and now > one.deadline + GRACE_SECONDS]
         for playing in overdue:
-            line = line_of_thread(getattr(playing.loop, "_thread_id", None))
+            line = line_of_thread(getattr(playing.loop, "_thread_id", None))  # asyncio has no public name for it
             playing.abandoned = True
             playing.task.cancel()
             if playing.loop is self._loop:

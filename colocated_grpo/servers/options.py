@@ -16,7 +16,7 @@ from colocated_grpo.runtime.program import LAST_PORT, LOG_LEVEL_VARIABLE, LOG_LE
 from colocated_grpo.servers.engine_servers import LORA_RANKS, lora_limit
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.inputs import ADAPTER_CONFIG
-from colocated_grpo.tracking.files import write_atomically
+from colocated_grpo.tracking.files import BEST, FINAL, exports, write_atomically
 from colocated_grpo.types import JsonObject
 
 DEFAULT_PORT = 9001
@@ -148,8 +148,6 @@ def model_settings(options: ServeOptions) -> ModelConfig:
     return ModelConfig(name=options.model, **{name: getattr(options, name) for name in OF_MODEL})
 
 
-EXPORTS = ("best_model", "best_adapter", "final_model", "final_adapter")
-"""Export folders of a run, in order of preference."""
 _EXPORT_OF_STEP = re.compile(r"(?:adapter_)?step_(\d+)")
 
 
@@ -181,14 +179,14 @@ def subject_of(name: str) -> ModelSubject:
 
 
 def _exported(run: Path) -> Path:
-    for kind in (EXPORTS[:2], EXPORTS[2:]):
-        if found := [run / name for name in kind if (run / name).is_dir()]:
+    for names in (BEST, FINAL):
+        if found := exports(run, names):
             return max(found, key=os.path.getmtime)  # a resume with other exports leaves the older one behind
     steps = {int(found[1]): path for path in run.iterdir() if (found := _EXPORT_OF_STEP.fullmatch(path.name))}
     if not steps:
         raise ConfigError(
-            f"MODEL={str(run)!r}: this run has exported no model yet ({', '.join(EXPORTS)}, step_N); it does so at its "
-            "end, and every checkpoint.export_every steps"
+            f"MODEL={str(run)!r}: this run has exported no model yet ({', '.join((*BEST, *FINAL))}, step_N); it does "
+            "so at its end, and every checkpoint.export_every steps"
         )
     return steps[max(steps)]
 

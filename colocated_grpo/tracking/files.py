@@ -25,6 +25,8 @@ ROLLOUTS_FILE = "rollouts.jsonl"
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 ATROPOS_BATCH_FILE = "atropos_batch.json"
+FINAL, BEST = ("final_model", "final_adapter"), ("best_model", "best_adapter")
+"""Folders of exports."""
 
 TRAIN = "train"
 EVALUATION = "evaluation"
@@ -35,6 +37,11 @@ Row = JsonObject
 NUMBER = int | float | None
 SET_ASIDE = ".damaged"
 """Suffix for a damaged file that a resumed run has set aside and replaced."""
+
+
+def exports(run: Path, names: Sequence[str]) -> list[Path]:
+    """Return those of the exports that the run has."""
+    return [run / name for name in names if (run / name).is_dir()]
 
 
 RowSchema = Mapping[str, type | UnionType]

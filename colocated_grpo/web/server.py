@@ -28,6 +28,8 @@ from colocated_grpo.runtime.program import max_client_connections, raise_descrip
 from colocated_grpo.settings.atropos import is_address, is_wildcard
 from colocated_grpo.types import JsonObject
 
+NOTE_SECONDS = 10.0
+
 
 def error_response(status: int, message: str) -> JSONResponse:
     return JSONResponse(error_body(status, message), status)
@@ -39,20 +41,16 @@ def error_body(status: int, message: str) -> JsonObject:
     return {"error": {"message": message, "type": kind, "code": status}}
 
 
-@dataclass(eq=False)
 class RareNote:
-    """Log at most one line in `seconds`: clients can cause thousands of lines per second."""
+    """Log at most one line in NOTE_SECONDS: clients can cause thousands of lines per second."""
 
-    note: Callable[[str], None]
-    seconds: float = 10.0
-
-    def __post_init__(self) -> None:
-        self._due = 0.0
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note, self._due = note, 0.0
 
     def __call__(self, line: str) -> None:
         if (now := time.monotonic()) >= self._due:
-            self._due = now + self.seconds
-            self.note(visible(line))
+            self._due = now + NOTE_SECONDS
+            self._note(visible(line))
 
 
 @dataclass(eq=False, repr=False)  # its repr would show the key

@@ -208,9 +208,8 @@ def assert_sampled_tokens_are_the_next_inputs(device: str) -> None:
 
 def check_on_the_cpu() -> None:
     """Without fp8: the interpreter rounds 1.99 to 1.0, and has no inline assembly."""
-    check = partial(
-        assert_attention_is_softmax, "cpu", 8, dtype=torch.float16
-    )  # the interpreter multiplies no bfloat16
+    # The interpreter multiplies no bfloat16.
+    check = partial(assert_attention_is_softmax, "cpu", 8, dtype=torch.float16)
     check(4, 2, 64)  # too narrow for `decode_prefix`
     check(4, 2, 256)
     decode_attention.MOST_PREFIX_PROGRAMS = 1  # prefixes have fewer parts than sequences

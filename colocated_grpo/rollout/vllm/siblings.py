@@ -39,10 +39,10 @@ def find_siblings(table: Tensor, lengths: Tensor, block_size: int, most: int) ->
 
     table: [B, ...] block ids; lengths: [B] int32 tokens. most: sequences that can be read together.
     """
-    results = torch.empty(5, len(table), dtype=torch.int32, device=table.device)
+    kind = {"dtype": torch.int32, "device": table.device}
+    firsts, counts, tokens, starts, common = torch.empty(5, len(table), **kind).unbind()
+    num_sets = torch.empty(1, **kind)
     lanes = max(FEWEST_LANES, triton.next_power_of_2(len(table)))
-    firsts, counts, tokens, starts, common = results.unbind()
-    num_sets = torch.empty(1, dtype=torch.int32, device=table.device)
     _find[(1,)](
         table, lengths, firsts, counts, tokens, num_sets, starts, common, table.stride(0), len(table), most,
         BLOCK=block_size, LANES=lanes, AT_ONCE=AT_ONCE, LEAST_BLOCKS=-(-LEAST_COMMON_TOKENS // block_size),

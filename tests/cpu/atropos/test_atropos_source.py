@@ -18,6 +18,7 @@ from colocated_grpo.atropos import source as source_module
 from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import NothingUsable
+from colocated_grpo.web import server
 from colocated_grpo.web.client import Unavailable
 from tests.support.atropos_source import BATCH_SIZE, TRAINER, SourceHarness, call_api, post_group
 from tests.support.raw_server import raw_server, response
@@ -251,7 +252,7 @@ def test_a_long_time_without_logprobs_ends_the_run_with_the_sentence_of_atropos_
 
 
 def test_a_client_that_floods_the_server_with_invalid_groups_does_not_end_the_run(url, monkeypatch):
-    monkeypatch.setattr(source_module, "REPORT_SECONDS", 3600.0)
+    monkeypatch.setattr(server, "NOTE_SECONDS", 3600.0)
     harness = SourceHarness(url, unusable_timeout=1e-9)
     harness.start()
     for mark in range(5):
@@ -259,7 +260,7 @@ def test_a_client_that_floods_the_server_with_invalid_groups_does_not_end_the_ru
         post_group(url, mark)
     for _ in range(5):
         harness.train_batch()
-    assert len(harness.notes) == 1, "one line in REPORT_SECONDS"
+    assert len(harness.notes) == 1, "one line in NOTE_SECONDS"
     assert harness.source.metrics()["atropos/dropped/missing_logprobs"] == 4
 
 
