@@ -297,10 +297,10 @@ def time_matmuls(hidden: int, intermediate: int, device: torch.device) -> list[J
 
     rows_equal: the first rows have the bits of 16 rows alone. tile_equal: all have the bits of the chosen tiles.
     """
-    from colocated_grpo.runtime.row_kernels import SMALLEST_TILE, TILES, matmul
+    from colocated_grpo.runtime.row_kernels import FOR_FEW_ROWS, TILES, matmul
 
     ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"chosen": matmul}
-    ways |= {f"{tile.rows} x {tile.columns}": partial(matmul, tile=tile) for tile in (*TILES, SMALLEST_TILE)}
+    ways |= {f"{tile.rows} x {tile.columns}": partial(matmul, tile=tile) for tile in (*TILES, *FOR_FEW_ROWS)}
     ways["cuBLAS"] = torch.nn.functional.linear
     generator = torch.Generator(device).manual_seed(0)
     rows = []

@@ -1,6 +1,6 @@
 """Operators of `numerics: exact`: the policy's forward pass computes the bits that the engine computed while decoding.
 
-Both call the kernels of `runtime/row_kernels.py`, and vLLM's own for rotation, attention and log-probabilities.
+Both call the kernels of `runtime/row_kernels.py` and `logit_kernels.py`, and vLLM's own for rotation and attention.
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
@@ -24,7 +24,6 @@ from transformers import PretrainedConfig
 from colocated_grpo.policy.attention import packed_attention
 from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
 from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
-from colocated_grpo.policy.logprobs import HeadOperators, PerRow, operators_on
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
 from colocated_grpo.runtime import rows
@@ -53,7 +52,7 @@ def use_exact_operators(model: PackedLM) -> None:
             module.forward = RotaryTables(config)
         elif name.endswith(".self_attn"):
             module.forward = partial(_attention, module)
-    model.head_operators = HeadOperators(_scaled_logits, _row_statistics, _logit_gradient)
+    model.head_logits = _head_logits
 
 
 def matmul(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -291,30 +290,6 @@ class _Attention(torch.autograd.Function):
         return *gradients, None, None, None
 
 
-def _scaled_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, temperature_C: Tensor) -> Tensor:
-    """Return float32 logits [C, V], divided by the temperature with the engine's kernel."""
+def _head_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
     assert softcap is None  # no model of EXACT_TYPES caps its logits
-    if not hidden_CH.is_cuda:
-        return rows.linear(hidden_CH, weight_VH).div_(temperature_C[:, None])
-    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
-
-    logits_CV = _kernels().logits(hidden_CH, weight_VH)
-    rows_C = torch.arange(len(logits_CV), dtype=torch.int32, device=logits_CV.device)
-    apply_temperature(logits_CV, rows_C, temperature_C)  # in place
-    return logits_CV
-
-
-def _row_statistics(scaled_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = operators_on(scaled_CV.device).statistics(scaled_CV, targets_C, torch.ones_like(temperature_C))
-    if not scaled_CV.is_cuda:  # as in vLLM's sampler
-        return scaled_CV.log_softmax(-1).gather(1, targets_C[:, None])[:, 0], *statistics[1:]
-    from vllm.v1.worker.gpu.sample.logprob import compute_token_logprobs
-
-    return compute_token_logprobs(scaled_CV, targets_C[:, None])[:, 0], *statistics[1:]
-
-
-def _logit_gradient(scaled_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """Return the gradient of the logits before their division by the temperature, [C, V] in `dtype`."""
-    targets_C, temperature_C, logsumexp_C, grad_C = per_row
-    at_one = targets_C, torch.ones_like(temperature_C), logsumexp_C, grad_C / temperature_C
-    return operators_on(scaled_CV.device).gradient(scaled_CV, at_one, dtype, softcap)
+    return _kernels().logits(hidden_CH, weight_VH) if hidden_CH.is_cuda else rows.linear(hidden_CH, weight_VH)

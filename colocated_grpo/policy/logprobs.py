@@ -13,15 +13,16 @@ PerRow = tuple[Tensor, Tensor, Tensor, Tensor]
 """(targets_C, temperature_C, logsumexp_C, grad_C) of a chunk. grad_C: of the log-probabilities."""
 
 
-class HeadOperators(NamedTuple):
-    """Operators on the logits of a chunk of tokens."""
+Logits = Callable[[Tensor, Tensor, float | None], Tensor]
+"""(hidden_CH, weight_VH, softcap) -> float32 logits [C, V], soft-capped and not divided by the temperature."""
 
-    logits: Callable[[Tensor, Tensor, float | None, Tensor], Tensor]
-    """(hidden_CH, weight_VH, softcap, temperature_C) -> logits_CV, which the other two operators get."""
-    statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
-    """(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
-    gradient: Callable[[Tensor, PerRow, torch.dtype, float | None], Tensor]
-    """(logits_CV, per_row, dtype, softcap) -> gradient of the logits [C, V]."""
+
+def head_logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None) -> Tensor:
+    if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
+        logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
+    else:
+        logits_CV = torch.mm(hidden_CH, weight_VH.t()).float()
+    return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
 
 
 def linear_logprobs(
@@ -32,16 +33,15 @@ def linear_logprobs(
     temperature_N: Tensor,
     chunk_tokens: int,
     softcap: float | None = None,
-    operators: HeadOperators | None = None,
+    logits: Logits = head_logits,
 ) -> tuple[Tensor, Tensor]:
     """Return log p(target) and entropy of softmax(hidden @ weight.T / temperature) per token, both [N] float32.
 
     Gradients flow through the log-probabilities only; the entropy is for metrics. Logits are float32 and stored for
     `chunk_tokens` tokens at a time; the backward pass computes them again.
     softcap: final logits are softcap * tanh(logits / softcap) before the temperature (gemma2, gemma3).
-    operators: by default the fastest on the device.
     """
-    head = operators or operators_on(hidden_NH.device), chunk_tokens, softcap
+    head = Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
     return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, head)
 
 
@@ -54,7 +54,7 @@ def linear_loss(
     temperature_N: Tensor,
     chunk_tokens: int,
     softcap: float | None = None,
-    operators: HeadOperators | None = None,
+    logits: Logits = head_logits,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the loss, and as constants the log-probabilities and entropies of `linear_logprobs`, both [N].
 
@@ -62,12 +62,20 @@ def linear_loss(
     The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
     then does not recompute the logits. Together, they take three matrix products of the logits' size instead of four.
     """
-    head = operators or operators_on(hidden_NH.device), chunk_tokens, softcap
+    head = Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, head, loss_of)
 
 
-Head = tuple[HeadOperators, int, float | None]
-"""(operators, tokens of a chunk, softcap)"""
+class Head(NamedTuple):
+    """Operators on the logits of a chunk of tokens, and what they need."""
+
+    logits: Logits
+    statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+    """(logits_CV, targets_C, temperature_C) -> log p(target), entropy, log-sum-exp."""
+    gradient: Callable[[Tensor, PerRow, torch.dtype, float | None], Tensor]
+    """(logits_CV, per_row, dtype, softcap) -> gradient of the logits [C, V]."""
+    chunk_tokens: int
+    softcap: float | None
 
 
 class _LinearLogprobs(torch.autograd.Function):
@@ -76,13 +84,12 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature_N: Tensor, head: Head
     ) -> tuple[Tensor, Tensor]:
         ctx.head = head
-        operators, chunk_tokens, softcap = head
         # Separate tensors instead of rows of one tensor: FSDP warns about outputs that are views.
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N, logsumexp_N = torch.empty_like(logprobs_N), torch.empty_like(logprobs_N)
-        for chunk in _chunks(len(hidden_NH), chunk_tokens):
-            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
-            logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = operators.statistics(
+        for chunk in _chunks(len(hidden_NH), head.chunk_tokens):
+            logits_CV = head.logits(hidden_NH[chunk], weight_VH, head.softcap)
+            logprobs_N[chunk], entropy_N[chunk], logsumexp_N[chunk] = head.statistics(
                 logits_CV, targets_N[chunk], temperature_N[chunk]
             )
             del logits_CV  # before the next chunk's logits are allocated, or both exist at once
@@ -94,10 +101,10 @@ class _LinearLogprobs(torch.autograd.Function):
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad_N: Tensor, _grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
         hidden_NH, weight_VH, targets_N, temperature_N, logsumexp_N = ctx.saved_tensors
-        operators, chunk_tokens, softcap = ctx.head
-        gradients = _Gradients(hidden_NH, weight_VH, softcap, operators, of_weight=ctx.needs_input_grad[1])
-        for chunk in _chunks(len(hidden_NH), chunk_tokens):
-            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
+        head = ctx.head
+        gradients = _Gradients(hidden_NH, weight_VH, head, of_weight=ctx.needs_input_grad[1])
+        for chunk in _chunks(len(hidden_NH), head.chunk_tokens):
+            logits_CV = head.logits(hidden_NH[chunk], weight_VH, head.softcap)
             per_row = targets_N[chunk], temperature_N[chunk], logsumexp_N[chunk], grad_N[chunk]
             gradients.add(chunk, logits_CV, per_row)
             del logits_CV
@@ -115,15 +122,14 @@ class _LinearLoss(torch.autograd.Function):
         head: Head,
         loss_of: Callable[[slice, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
-        operators, chunk_tokens, softcap = head
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
         entropy_N = torch.empty_like(logprobs_N)
         loss = hidden_NH.new_zeros((), dtype=torch.float32)
-        gradients = _Gradients(hidden_NH, weight_VH, softcap, operators, of_weight=ctx.needs_input_grad[1])
-        for chunk in _chunks(len(hidden_NH), chunk_tokens):
+        gradients = _Gradients(hidden_NH, weight_VH, head, of_weight=ctx.needs_input_grad[1])
+        for chunk in _chunks(len(hidden_NH), head.chunk_tokens):
             rows = targets_N[chunk], temperature_N[chunk]
-            logits_CV = operators.logits(hidden_NH[chunk], weight_VH, softcap, temperature_N[chunk])
-            logprobs_C, entropy_N[chunk], logsumexp_C = operators.statistics(logits_CV, *rows)
+            logits_CV = head.logits(hidden_NH[chunk], weight_VH, head.softcap)
+            logprobs_C, entropy_N[chunk], logsumexp_C = head.statistics(logits_CV, *rows)
             part, grad_C = _value_and_gradient(loss_of, chunk, logprobs_C)
             loss += part
             logprobs_N[chunk] = logprobs_C
@@ -157,19 +163,16 @@ class _Gradients:
     `add` overwrites the logits.
     """
 
-    def __init__(
-        self, hidden_NH: Tensor, weight_VH: Tensor, softcap: float | None, operators: HeadOperators, *, of_weight: bool
-    ) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, head: Head, *, of_weight: bool) -> None:
         self._inputs = hidden_NH, weight_VH
-        self._softcap = softcap
+        self._head = head
         self.hidden_NH = torch.empty_like(hidden_NH)
         # Chunks accumulate in float32: a 16-bit sum would lose digits that a single matmul keeps.
         self._weight_VH = torch.zeros_like(weight_VH, dtype=torch.float32) if of_weight else None
-        self._logit_gradient = operators.gradient
 
     def add(self, chunk: slice, logits_CV: Tensor, per_row: PerRow) -> None:
         hidden_NH, weight_VH = self._inputs
-        grad_CV = self._logit_gradient(logits_CV, per_row, hidden_NH.dtype, self._softcap)
+        grad_CV = self._head.gradient(logits_CV, per_row, hidden_NH.dtype, self._head.softcap)
         torch.mm(grad_CV, weight_VH, out=self.hidden_NH[chunk])
         if self._weight_VH is not None:
             _add_product(self._weight_VH, grad_CV.t(), hidden_NH[chunk])
@@ -182,15 +185,6 @@ def _chunks(total: int, size: int) -> list[slice]:
     return [slice(start, min(start + size, total)) for start in range(0, total, size)]
 
 
-def _logits(hidden_CH: Tensor, weight_VH: Tensor, softcap: float | None, _temperature_C: Tensor) -> Tensor:
-    """Return float32 logits [C, V], soft-capped if the model caps them, not divided by the temperature."""
-    if hidden_CH.is_cuda and hidden_CH.dtype != torch.float32:
-        logits_CV = torch.mm(hidden_CH, weight_VH.t(), out_dtype=torch.float32)
-    else:
-        logits_CV = torch.mm(hidden_CH, weight_VH.t()).float()
-    return logits_CV if softcap is None else logits_CV.div_(softcap).tanh_().mul_(softcap)
-
-
 def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
     """total += left @ right in float32, without a 16-bit intermediate."""
     if left_VC.is_cuda and left_VC.dtype != torch.float32:
@@ -199,21 +193,23 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
         total_VH.addmm_(left_VC.float(), right_CH.float())
 
 
-def operators_on(device: torch.device) -> HeadOperators:
+def _operators_on(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
+    """Return the fastest `Head.statistics` and `Head.gradient`."""
     if device.type == "cuda":
-        from colocated_grpo.policy import triton_kernels as kernels  # CPU builds of torch may lack Triton
+        from colocated_grpo.policy.triton_kernels import logit_gradient  # CPU builds of torch may lack Triton
+        from colocated_grpo.runtime.logit_kernels import row_statistics
 
-        return HeadOperators(_logits, kernels.row_statistics, kernels.logit_gradient)
-    return HeadOperators(_logits, plain_row_statistics, plain_logit_gradient)
+        return row_statistics, logit_gradient
+    return plain_row_statistics, plain_logit_gradient
 
 
 def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `triton_kernels.row_statistics`, in plain torch."""
+    """The same as `logit_kernels.row_statistics`, in plain torch, by the operations of vLLM's sampler for CPUs."""
     scaled_CV = logits_CV / temperature_C[:, None]
-    logsumexp_C = torch.logsumexp(scaled_CV, dim=-1)
-    probs_CV = (scaled_CV - logsumexp_C[:, None]).exp_()
-    logprobs_C = scaled_CV.gather(1, targets_C[:, None])[:, 0] - logsumexp_C
-    return logprobs_C, logsumexp_C - probs_CV.mul_(scaled_CV).sum(-1), logsumexp_C
+    logprobs_CV = scaled_CV.log_softmax(-1)
+    logsumexp_C = scaled_CV.amax(-1) - logprobs_CV.amax(-1)
+    entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    return logprobs_CV.gather(1, targets_C[:, None])[:, 0], entropy_C, logsumexp_C
 
 
 def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:

@@ -27,7 +27,7 @@ from colocated_grpo.policy.attention import PACKED, capped_attention, with_own_k
 from colocated_grpo.policy.blocks import Block, blocks_of
 from colocated_grpo.policy.checkpoint_files import conversion_of
 from colocated_grpo.policy.linear_attention import pack_linear_attention
-from colocated_grpo.policy.logprobs import HeadOperators, linear_logprobs
+from colocated_grpo.policy.logprobs import head_logits, linear_logprobs
 from colocated_grpo.policy.lora.linear import FACTORS, is_factor
 from colocated_grpo.policy.routing import LoadBalancing, RoutingReplay
 from colocated_grpo.runtime.text_part import read_text_config
@@ -66,8 +66,8 @@ class PackedLM(nn.Module):
         """Converts the model's parameters to the tensors of a checkpoint."""
         self.arrange: Callable[[PackedTokens], PackedTokens] = lambda tokens: tokens
         """Applied to the tokens of each forward pass; compiled blocks need `with_own_keys`."""
-        self.head_operators: HeadOperators | None = None
-        """Operators on the logits, if not the fastest on the device."""
+        self.head_logits = head_logits
+        """Computes the logits of a chunk of tokens."""
         self.replay: RoutingReplay | None = None
         """Replaces the routers' choice of experts by the recorded routes."""
         self.balancing: LoadBalancing | None = None
@@ -102,7 +102,7 @@ class PackedLM(nn.Module):
             temperature_N=tokens.temperature_N * self.logit_divisor,
             chunk_tokens=self.chunk_tokens,
             softcap=self.softcap,
-            operators=self.head_operators,
+            logits=self.head_logits,
         )
 
     def hf_parameters(self) -> dict[str, nn.Parameter]:

@@ -1,7 +1,6 @@
-"""Triton kernels of a training step: statistics and gradients of logits, and sums of the gradients of shared keys.
+"""Triton kernels of the backward pass: gradients of logits, and sums of the gradients of shared keys.
 
-One program handles one row (token), block by block. Those for logits run between the two matrix products of the
-log-probability operator, and read the logits once. Logits are float32 [C, V] with contiguous rows: C tokens of one
+One program handles one row (token), block by block. Logits are float32 [C, V] with contiguous rows: C tokens of one
 chunk, V vocabulary.
 """
 
@@ -13,15 +12,6 @@ from torch import Tensor
 from colocated_grpo.runtime.triton_jit import jit
 
 BLOCK = 4096
-
-
-def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return log p(target), entropy and log-sum-exp of logits / temperature, each [C] float32."""
-    rows, vocabulary = logits_CV.shape
-    outputs = torch.empty(3, rows, dtype=torch.float32, device=logits_CV.device)
-    tensors = logits_CV, targets_C, temperature_C, *outputs.unbind(0)
-    _row_statistics[(rows,)](*tensors, vocabulary, logits_CV.stride(0), BLOCK=BLOCK, num_warps=8)
-    return outputs[0], outputs[1], outputs[2]
 
 
 def logit_gradient(
@@ -52,38 +42,6 @@ def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> T
     tensors = grad_EKD.contiguous(), keys_E, starts_E, out_TKD
     _sum_keys[(rows, triton.cdiv(width, block))](*tensors, width, BLOCK=block, num_warps=max(1, block // 256))
     return out_TKD
-
-
-@jit
-def _row_statistics(
-    logits, targets, temperatures, logprobs, entropies, logsumexps, vocabulary, stride, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0).to(tl.int64)
-    logits += row * stride
-    scale = 1.0 / tl.load(temperatures + row)
-    # Every lane keeps its own running maximum and sums; lanes are combined once, at the end.
-    lanes = tl.arange(0, BLOCK)
-    top = tl.full([BLOCK], float("-inf"), tl.float32)
-    mass = tl.zeros([BLOCK], tl.float32)
-    weighted = tl.zeros([BLOCK], tl.float32)
-    for start in range(0, vocabulary, BLOCK):
-        inside = start + lanes < vocabulary
-        x = tl.load(logits + start + lanes, mask=inside, other=0.0) * scale
-        new_top = tl.where(inside, tl.maximum(top, x), top)
-        shrink = tl.where(top == new_top, 1.0, tl.exp(top - new_top))
-        p = tl.where(inside, tl.exp(x - new_top), 0.0)
-        mass = mass * shrink + p
-        weighted = weighted * shrink + p * x
-        top = new_top
-    peak = tl.max(top, 0)
-    shrink = tl.exp(top - peak)
-    total = tl.sum(mass * shrink, 0)
-    logsumexp = peak + tl.log(total)
-    target = tl.load(logits + tl.load(targets + row)) * scale
-    tl.store(logprobs + row, target - logsumexp)
-    # pyrefly: ignore[unsupported-operation]  (Triton 3.9: the type of tl.sum is inferred as a tuple)
-    tl.store(entropies + row, logsumexp - tl.sum(weighted * shrink, 0) / total)
-    tl.store(logsumexps + row, logsumexp)
 
 
 @jit

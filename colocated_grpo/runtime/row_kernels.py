@@ -18,7 +18,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colocated_grpo.runtime.triton_jit import jit
 
-WIDEST_WARP = 1024
+WIDEST_WARP = 512
 """Columns of a row that one warp reduces."""
 
 
@@ -32,11 +32,14 @@ class Tile(NamedTuple):
     stages: int
 
 
-TILES = (Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 128, 64, 4, 5), Tile(64, 64, 64, 4, 6))
-SMALLEST_TILE = Tile(64, 32, 128, 4, 4)
-BUSY = 0.9
-"""Least share of the processors for which a tile is chosen."""
-FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4)
+TILES = (
+    Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 256, 64, 4, 4),
+    Tile(64, 128, 64, 4, 5), Tile(64, 64, 64, 4, 6), Tile(64, 32, 128, 4, 4),
+)  # fmt: skip
+START = 12_000
+"""Elements of a tile that take as long as what each tile takes whatever its size, measured on an H200."""
+FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4), Tile(16, 64, 128, 4, 4)
+"""For up to 16 and up to 32 rows."""
 LARGE = 2**33
 """Multiplications of a product that takes longer than making its descriptors."""
 PADDING = 64
@@ -74,10 +77,10 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
         return
     bias = weight_OI if bias_O is None else bias_O
     matrices, processors = (x_TI, weight_OI, out_TO), _processors(x_TI.device)
-    tile = tile or _largest_tile(rows, columns, processors)
+    tile = tile or _fastest_tile(rows, columns, processors)
     # Making descriptors takes the host longer than a small product. A CUDA graph makes them once.
     is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not is_worth_it or rows <= FOR_FEW_ROWS.rows or not all(map(_is_aligned, matrices)):
+    if not is_worth_it or tile.rows < 64 or not all(map(_is_aligned, matrices)):
         _matmul[(_count(rows, columns, tile),)](
             x_TI, weight_OI, bias, out_TO, rows, columns, depth, *(matrix.stride(0) for matrix in matrices),
             ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
@@ -102,12 +105,14 @@ def _count(rows: int, columns: int, tile: Tile) -> int:
     return triton.cdiv(rows, tile.rows) * triton.cdiv(columns, tile.columns)
 
 
-def _largest_tile(rows: int, columns: int, processors: int) -> Tile:
-    """Return the largest tile with which nearly all processors have work. Large tiles read operands less often."""
-    if rows <= FOR_FEW_ROWS.rows:
-        return FOR_FEW_ROWS
-    busy = (tile for tile in TILES if _count(rows, columns, tile) > BUSY * processors)
-    return next(busy, SMALLEST_TILE)
+def _fastest_tile(rows: int, columns: int, processors: int) -> Tile:
+    """Return the tile with the least estimated time: each processor computes one tile after the other."""
+    if rows <= 32:
+        return FOR_FEW_ROWS[rows > 16]
+    return min(
+        TILES,
+        key=lambda tile: triton.cdiv(_count(rows, columns, tile), processors) * (tile.rows * tile.columns + START),
+    )
 
 
 @cache
@@ -155,9 +160,9 @@ def _matmul(
     row = (first + tile % (GROUP * across) % height) * ROWS + tl.arange(0, ROWS)
     column = tile % (GROUP * across) // height * COLUMNS + tl.arange(0, COLUMNS)
     step = tl.arange(0, DEPTH)
-    # Rows past the end read the first row, and are not stored.
-    left = x + tl.where(row < rows, row, 0).to(tl.int64)[:, None] * x_row + step[None, :]
-    right = weight + tl.where(column < columns, column, 0).to(tl.int64)[None, :] * weight_row + step[:, None]
+    # Rows past the end are not stored. They read different rows: many reads of one row would wait for its cache lines.
+    left = x + (row % rows).to(tl.int64)[:, None] * x_row + step[None, :]
+    right = weight + (column % columns).to(tl.int64)[None, :] * weight_row + step[:, None]
     total = tl.zeros((ROWS, COLUMNS), dtype=tl.float32)
     for start in range(0, depth, DEPTH):
         if EVEN:

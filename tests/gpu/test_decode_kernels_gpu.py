@@ -56,7 +56,7 @@ def test_sampling_frequencies_follow_softmax_in_every_part_of_the_vocabulary():
 
 
 def test_a_sample_depends_on_seed_and_position_and_not_on_the_batch():
-    from colocated_grpo.rollout.vllm.sampling_kernels import sample
+    from colocated_grpo.runtime.logit_kernels import sample
     from tests.support.decode_kernels import rows_of
 
     logits = torch.randn(1, 151_936, device="cuda", generator=torch.Generator("cuda").manual_seed(0))

@@ -124,6 +124,30 @@ def gradients(world: World, folder: Path, numerics: str, dtype: str) -> torch.Te
     return torch.cat([parameter.grad.flatten() for parameter in policy.parameters().values()])
 
 
+@pytest.mark.parametrize("vocabulary", [151_936, 49_152, 100_283])
+def test_training_scores_a_token_with_the_bits_of_the_sampler(vocabulary):
+    """For any number of rows, and also if vLLM has divided the logits by the temperature."""
+    from vllm.v1.worker.gpu.sample.gumbel import apply_temperature
+
+    from colocated_grpo.runtime.logit_kernels import row_statistics, sample
+
+    generator, count = torch.Generator("cuda").manual_seed(0), 300
+    padded = -(-vocabulary // 64) * 64
+    logits = 4 * torch.randn(count, padded, device="cuda", generator=generator)[:, :vocabulary]
+    rows = torch.arange(count, dtype=torch.int32, device="cuda")
+    seeds = positions = rows.long()
+    for value in (1.0, 0.7, 1.3):
+        temperature = torch.full((count,), value, device="cuda")
+        tokens, logprobs = sample(logits, rows, temperature, seeds, positions, divide=True)
+        assert torch.equal(row_statistics(logits, tokens, temperature)[0], logprobs)
+        assert torch.equal(sample(logits[:3], rows, temperature, seeds, positions, divide=True)[1], logprobs[:3])
+        divided = torch.empty(count, padded, device="cuda")[:, :vocabulary].copy_(logits)
+        apply_temperature(divided, rows, temperature)  # in place
+        same_tokens, same_logprobs = sample(divided, rows, temperature, seeds, positions)
+        assert torch.equal(same_tokens, tokens)
+        assert torch.equal(same_logprobs, logprobs)
+
+
 @pytest.mark.parametrize("depth", [576, 640, 2048])
 def test_a_row_of_a_product_or_a_norm_does_not_depend_on_the_other_rows(depth):
     generator = torch.Generator("cuda").manual_seed(0)

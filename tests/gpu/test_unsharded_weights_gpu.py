@@ -35,6 +35,6 @@ def test_gradients_with_unsharded_weights_equal_those_of_fsdp(world, tmp_path):
     folder = make_model(tmp_path / "model", shape=replace(TINY, vocab=SHAPE.vocab), init_std=0.15)
     plain, sharded = (gradients_with({"cpu_offload": offloaded}, folder, world) for offloaded in (False, True))
     differences = {
-        name: ((plain[name] - expected).norm() / expected.norm()).item() for name, expected in sharded.items()
+        name: ((plain[name].cpu() - expected).norm() / expected.norm()).item() for name, expected in sharded.items()
     }
     assert all(difference <= CLOSE for difference in differences.values()), differences

@@ -13,11 +13,13 @@ from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.rotary_embedding import get_rope
 
-from colocated_grpo.rollout.vllm import decode_attention, sampling_kernels
+from colocated_grpo.rollout.vllm import decode_attention
 from colocated_grpo.rollout.vllm import siblings as sibling_kernel
 from colocated_grpo.rollout.vllm.decode_attention import FP8, LEAST_TOKENS, decode, most_siblings
 from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store, suits
-from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advance, sample
+from colocated_grpo.rollout.vllm.sampling_kernels import Inputs, Requests, advance
+from colocated_grpo.runtime import logit_kernels
+from colocated_grpo.runtime.logit_kernels import sample
 
 LENGTHS = [1, 15, 16, 17, 64, 200, LEAST_TOKENS + 1, 0]
 """Only the last but one is divided into parts."""
@@ -216,10 +218,10 @@ def check_on_the_cpu() -> None:
     check(4, 4, 128)
     assert_greedy_takes_the_likeliest("cpu")
     assert_sampled_tokens_are_the_next_inputs("cpu")
-    sampling_kernels.PROGRAMS = 1  # one part, so that it has several draws
+    logit_kernels.DRAWS = 2  # several parts, of one and of two draws
     for allowed in (40, 9001):
         assert_samples_are_sound("cpu", 3, 9001, torch.float32, allowed)
-    sampling_kernels.LANES = 64
+    logit_kernels.LANES = 64
     likely = [0, 1, 31, 63, 64, 65, 127, 128, 129]  # in three draws, of which each costs two seconds
     chi_squared = chi_squared_of_draws("cpu", 130, likely, draws=400, rows=400)
     assert chi_squared < 26, "8 degrees of freedom: above 26.1 in one of a thousand cases"

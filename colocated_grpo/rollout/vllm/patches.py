@@ -169,13 +169,6 @@ def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
     return Patch(target=target, make=make, cures=cures, devices=("cuda",), numerics=("fast",))
 
 
-SAMPLE = _decode_kernel(
-    "vllm.v1.worker.gpu.sample.sampler:gumbel_sample",
-    "sampling_kernels.make_gumbel_sample",
-    "sampling reads each row of logits four times",
-)
-
-
 def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
     """Return a row of `numerics: exact`."""
     return Patch(
@@ -288,11 +281,18 @@ PATCHES: tuple[Patch, ...] = (
         )
         for attention in ("qwen3:Qwen3Attention", "qwen3_moe:Qwen3MoeAttention")
     ),
-    SAMPLE,
-    _decode_kernel(
-        "vllm.v1.worker.gpu.sample.sampler:compute_topk_scores",
-        "sampling_kernels.make_topk_scores",
-        "log-probabilities of the sampled tokens read all logits once more",
+    *(
+        Patch(
+            target=f"vllm.v1.worker.gpu.sample.sampler:{function}",
+            make=kernel("sampling_kernels", f"make_{function}"),
+            cures=cost,
+            devices=("cuda",),
+            required=True,  # with `numerics: exact` the policy scores tokens with the same kernel
+        )
+        for function, cost in (
+            ("gumbel_sample", "sampling reads each row of logits four times"),
+            ("compute_topk_scores", "log-probabilities of the sampled tokens read all logits once more"),
+        )
     ),
     _row_operator("model_executor.layers.utils:cpu_unquantized_gemm", counted(process.linear_by_rows), "cpu"),
     _row_operator("_custom_ops:cpu_attention_with_kv_cache", around(rows.attend_singly), "cpu"),

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
 
 from colocated_grpo.rollout.vllm import steady_batch
-from colocated_grpo.rollout.vllm.patches import SAMPLE, STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
+from colocated_grpo.rollout.vllm.patches import STEADY_REPLAY, STEADY_SAMPLE, STEADY_SCHEDULE, STEADY_UPDATE
 from colocated_grpo.types import FinishReason
 
 if TYPE_CHECKING:  # these modules need Triton, which is installed only with CUDA
@@ -230,7 +230,7 @@ class DeviceSteps:
         self._runner.execute_model_state = None
         batch, hidden = state.input_batch, state.hidden_states
         assert hidden is not None  # there is one pipeline stage
-        take = self._take_plainly if self.plainly and SAMPLE.status == "applied" else self._take
+        take = self._take_plainly if self.plainly else self._take
         sampled = [take(hidden, batch)]
         while len(sampled) < self.tokens:
             sampled.append(take(self._forward(batch), batch))

@@ -12,8 +12,10 @@ COMPARISON = """
 import torch
 from colocated_grpo.policy import logprobs, triton_kernels
 from colocated_grpo.policy.attention import _sum_keys
+from colocated_grpo.runtime import logit_kernels
 
 triton_kernels.BLOCK = 64  # several blocks per row, the last one partial
+logit_kernels.LANES, logit_kernels.DRAWS = 16, 2  # several parts per row, the last one with one draw
 torch.manual_seed(0)
 rows, vocabulary = 5, 333
 logits = torch.randn(rows, vocabulary) * 6
@@ -23,9 +25,16 @@ temperatures = torch.tensor([0.7, 1.0, 1.3, 1.0, 2.0])
 gradients = torch.randn(rows)
 
 plain = logprobs.plain_row_statistics(logits, targets, temperatures)
-fast = triton_kernels.row_statistics(logits, targets, temperatures)
+fast = logit_kernels.row_statistics(logits, targets, temperatures)
 for expected, actual in zip(plain, fast, strict=True):
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+# The log-probability of a sampled token has the same bits, also if the logits were divided before.
+draw = torch.arange(rows), temperatures, torch.arange(rows), torch.full((rows,), 7)
+for tokens, logprobs_B in (
+    logit_kernels.sample(logits, *draw, divide=True),
+    logit_kernels.sample(logits / temperatures[:, None], *draw),
+):
+    assert torch.equal(logit_kernels.row_statistics(logits, tokens, temperatures)[0], logprobs_B)
 for softcap in (None, 70.0):
     arguments = (targets, temperatures, plain[2], gradients), torch.float32, softcap
     expected = logprobs.plain_logit_gradient(logits, *arguments)
