@@ -86,10 +86,14 @@ def _race(weight, bits, noisy):
 
 
 @jit
-def _read(row, at, vocabulary, divisor, DIVIDE: tl.constexpr):
-    x = tl.load(row + at, mask=at < vocabulary, other=float("-inf")).to(tl.float32)
+def _scaled(x, divisor, DIVIDE: tl.constexpr):
     # Divided as by vLLM's `apply_temperature`, which has divided them already in other steps: same bits.
-    return x / divisor if DIVIDE else x
+    return x.to(tl.float32) / divisor if DIVIDE else x.to(tl.float32)
+
+
+@jit
+def _read(row, at, vocabulary, divisor, DIVIDE: tl.constexpr):
+    return _scaled(tl.load(row + at, mask=at < vocabulary, other=float("-inf")), divisor, DIVIDE)
 
 
 @jit
@@ -215,7 +219,7 @@ def _join_samples(
     tl.store(sampled + row, tl.cast(winner, tl.int64))
     logsumexp, _, _ = _join_exponentials(top, mass, at, real)
     divisor = _divisor(tl.load(temperature + tl.load(rows + row)))
-    tl.store(logprobs + row, _read(logits + row * stride, winner, winner + 1, divisor, DIVIDE) - logsumexp)
+    tl.store(logprobs + row, _scaled(tl.load(logits + row * stride + winner), divisor, DIVIDE) - logsumexp)
 
 
 @jit
@@ -229,8 +233,7 @@ def _join_statistics(
     at = row * parts + part
     logsumexp, shrink, total = _join_exponentials(top, mass, at, real)
     moments = tl.load(moment + at, mask=real, other=0.0)
-    target = tl.load(targets + row)
-    x = _read(logits + row * stride, target, target + 1, _divisor(tl.load(temperature + row)), True)
-    tl.store(logprobs + row, x - logsumexp)
+    target = tl.load(logits + row * stride + tl.load(targets + row))
+    tl.store(logprobs + row, _scaled(target, _divisor(tl.load(temperature + row)), True) - logsumexp)
     tl.store(entropies + row, logsumexp - tl.sum(moments * shrink, 0) / total)
     tl.store(logsumexps + row, logsumexp)

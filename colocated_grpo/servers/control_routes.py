@@ -116,7 +116,8 @@ class WeightReceiver:
                 self._engine.load_weights(self._stored(loaded))
             else:
                 received = ((buckets.shard_slices(bucket, views.plan), values) for bucket, values in self._received())
-                buckets.write_planned(received, views.plan, self._world.device)
+                cut = ((slices, [part.source(values) for part in slices]) for slices, values in received)
+                buckets.write_planned(cut, views.plan, self._world.device)
         except RuntimeError as error:
             self._leave()
             raise ValueError(f"the trainer's connection is lost: {in_one_line(error)}") from None

@@ -45,6 +45,8 @@ class ShardSlice:
 
     destination: Tensor
     """View into an engine parameter."""
+    name: str
+    """Of the parameter in a checkpoint."""
     rank: int
     offset: int
     """Elements before this slice in the rank's part of the bucket."""
@@ -112,16 +114,19 @@ def shard_slices(bucket: Bucket, plan: Plan) -> list[ShardSlice]:
         chunk = _chunk(shape, bucket.num_shards)
         for rank in range(bucket.num_shards):
             first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
-            part = _slice(shape, plan.targets[name], rank, offset, first, last - first)
-            if part is not None:
-                found.append(part)
+            contributed = (last - first, *shape[1:])
+            overlap = _overlap(plan.targets[name], first, last - first)
+            if overlap is not None:
+                destination, cut = overlap
+                found.append(
+                    ShardSlice(destination=destination, name=name, rank=rank, offset=offset, shape=contributed, cut=cut)
+                )
     return found
 
 
-def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int, rows: int) -> ShardSlice | None:
-    """Return the overlap of one rank's rows with the rows of the engine's view; None if they do not overlap."""
+def _overlap(target: Target, first: int, rows: int) -> tuple[Tensor, tuple[slice, ...]] | None:
+    """Return the part of the engine's view that these rows cover, and which part of the rows; None without overlap."""
     wanted = target.view.shape[target.dim]
-    contributed = (rows, *shape[1:])
     if target.dim == 1:
         cut: tuple[slice, ...] = (slice(None), slice(target.start, target.start + wanted))
         begin, count = first, rows
@@ -131,8 +136,7 @@ def _slice(shape: torch.Size, target: Target, rank: int, offset: int, first: int
         begin -= target.start
     if count <= 0:
         return None
-    destination = target.view.narrow(0, begin, count)
-    return ShardSlice(destination=destination, rank=rank, offset=offset, shape=contributed, cut=cut)
+    return target.view.narrow(0, begin, count), cut
 
 
 def _chunk(shape: torch.Size, num_shards: int) -> int:
@@ -148,15 +152,28 @@ def _numel(shape: Sequence[int]) -> int:
     return torch.Size(shape).numel()
 
 
-def write_planned(gathered: Iterable[tuple[Sequence[ShardSlice], Tensor]], plan: Plan, device: torch.device) -> None:
-    """Copy every bucket's slices to their destinations, and clear the plan's padding.
+def values_of(
+    slices: Sequence[ShardSlice], bucket: Bucket, parameters: Mapping[str, Tensor], device: torch.device
+) -> list[Tensor]:
+    """Return the values for the destinations of a bucket's slices. Collective."""
+    if bucket.num_shards == 1:  # without a buffer: small models would wait for the host, which cuts it into views
+        rows = own_rows(parameters, [part.name for part in slices])
+        return [own[part.cut] for own, part in zip(rows, slices, strict=True)]
+    gathered = gather(bucket, parameters, device)
+    return [part.source(gathered) for part in slices]
 
-    On CUDA the copies run on a side stream, in parallel with the next gather. gathered: slices and values by bucket.
+
+def write_planned(
+    buckets: Iterable[tuple[Sequence[ShardSlice], list[Tensor]]], plan: Plan, device: torch.device
+) -> None:
+    """Copy every bucket's values to their destinations, and clear the plan's padding.
+
+    On CUDA the copies run on a side stream, in parallel with the next gather. buckets: slices and values of each.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     last: torch.Event | None = None
-    for slices, values in gathered:
-        destinations, sources = [part.destination for part in slices], [part.source(values) for part in slices]
+    for slices, sources in buckets:
+        destinations = [part.destination for part in slices]
         if stream is None:
             torch._foreach_copy_(destinations, sources)
             continue

@@ -62,8 +62,11 @@ class ColocatedSync:
     def sync(self) -> None:
         """Write the policy's weights into the engine. Raises RunError on every rank if the weights have not arrived."""
         if self.plan is not None:
-            gathered = ((slices, buckets.gather(bucket, self._sent, self._device)) for bucket, slices in self._buckets)
-            buckets.write_planned(gathered, self.plan, self._device)
+            values = (
+                (slices, buckets.values_of(slices, bucket, self._sent, self._device))
+                for bucket, slices in self._buckets
+            )
+            buckets.write_planned(values, self.plan, self._device)
         else:
             self.engine.load_weights(self._full_tensors())
             if self._may_plan:

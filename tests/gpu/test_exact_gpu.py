@@ -133,7 +133,7 @@ def test_training_scores_a_token_with_the_bits_of_the_sampler(vocabulary):
 
     generator, count = torch.Generator("cuda").manual_seed(0), 300
     padded = -(-vocabulary // 64) * 64
-    logits = 4 * torch.randn(count, padded, device="cuda", generator=generator)[:, :vocabulary]
+    logits = (4 * torch.randn(count, padded, device="cuda", generator=generator))[:, :vocabulary]
     rows = torch.arange(count, dtype=torch.int32, device="cuda")
     seeds = positions = rows.long()
     for value in (1.0, 0.7, 1.3):
