@@ -33,15 +33,15 @@ class Tile(NamedTuple):
 
 
 TILES = (
-    Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 8, 4), Tile(64, 256, 64, 4, 4),
-    Tile(64, 128, 64, 4, 5), Tile(64, 64, 64, 4, 6), Tile(64, 32, 128, 4, 4),
+    Tile(128, 256, 64, 8, 3), Tile(128, 128, 64, 4, 5), Tile(64, 256, 64, 4, 4),
+    Tile(64, 128, 128, 4, 4), Tile(64, 64, 128, 4, 6), Tile(64, 32, 256, 4, 4),
 )  # fmt: skip
-START = 8000
+FOR_FEW_ROWS = Tile(16, 32, 256, 4, 4)
+START = 4000
 """Each tile takes the time of so many elements more than it has. From docs/results/row_products_1xh200.json, where the
-chosen tiles take 1.3 % longer than the fastest of each shape, on average."""
-FOR_FEW_ROWS = Tile(16, 32, 128, 4, 4)
+chosen tiles take 3 % longer than the fastest of each shape, on average."""
 NARROW = 64
-"""Tiles of so few columns are copied by addresses: descriptors are slow if rows are missing."""
+"""Tiles of so few columns are not copied by descriptors if rows are missing, which is slow."""
 LARGE = 2**33
 """Multiplications of a product that takes longer than making its descriptors."""
 PADDING = 64
@@ -82,7 +82,8 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
     tile = tile or _fastest_tile(rows, columns, processors)
     # Making descriptors takes the host longer than a small product. A CUDA graph makes them once.
     is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
-    if not is_worth_it or tile.columns <= NARROW or not all(map(_is_aligned, matrices)):
+    is_slow = tile.rows < 64 or (tile.columns <= NARROW and rows % tile.rows)
+    if not is_worth_it or is_slow or not all(map(_is_aligned, matrices)):
         _matmul[(_count(rows, columns, tile),)](
             x_TI, weight_OI, bias, out_TO, rows, columns, depth, *(matrix.stride(0) for matrix in matrices),
             ROWS=tile.rows, COLUMNS=tile.columns, DEPTH=tile.depth, GROUP=GROUP,
