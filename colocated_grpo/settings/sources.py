@@ -110,34 +110,6 @@ class EpisodeSourceConfig(ItemSourceConfig):
     your own 'package.module:object' or 'path/to/file.py:object'."""
 
 
-Scalar = bool | int | float | str
-
-
-class ConditionConfig(base.Section):
-    """Condition on a column: allowed values, or bounds of a number. A plain value or list is short for {any: ...}."""
-
-    any: list[Scalar] | None = Field(None, min_length=1)
-    """Values that meet the condition."""
-    min: base.Number | None = None
-    """Inclusive lower bound of a number."""
-    max: base.Number | None = None
-    """Inclusive upper bound of a number."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _long_form(cls, value: object) -> object:
-        return value if isinstance(value, dict) else {"any": value if isinstance(value, list) else [value]}
-
-    @model_validator(mode="after")
-    def _is_one_condition(self) -> Self:
-        has_bounds = self.min is not None or self.max is not None
-        if has_bounds == (self.any is not None):
-            raise ValueError("needs either values or a min, a max or both")
-        if self.min is not None and self.max is not None and self.min > self.max:
-            raise ValueError(f"min={self.min:g} is above max={self.max:g}")
-        return self
-
-
 def names_model(reward: str) -> bool:
     """Return True for the folder or Hugging Face name of a reward model, which contains a slash."""
     return "/" in reward and ":" not in reward and not reward.endswith(".py")
@@ -220,12 +192,9 @@ class RowsSourceConfig(base.NamedObject):
     Rewards also receive it as a chat message."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, from `seed`. false: in their order, such as from easy to hard."""
-    where: dict[str, ConditionConfig] = {}
-    """Conditions by column name, as in the data. Only rows that meet all conditions are used. A condition is a value, a
-    list of values, or {min: ..., max: ...}. Example: {level: [1, 2, 3], subject: algebra}"""
     filter: base.CodeName | None = None
-    """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary and returns true
-    to keep the row. It is called only for rows that meet `where`."""
+    """Function 'package.module:function' or 'path/to/file.py:function'. It gets a row as a dictionary, with the
+    columns as in the data, and returns true to keep the row."""
     weight: base.Number = Field(1.0, gt=0)
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, strip_nulls, with_system_prompt
-from colocated_grpo.environments.rows.readers import READERS, AnyRows, column_values, filter_rows, read_file, select
+from colocated_grpo.environments.rows.readers import READERS, AnyRows, filter_rows, read_file, select
 from colocated_grpo.environments.streams import SequenceStream, json_bytes
 from colocated_grpo.environments.user_code.loading import one_line
 from colocated_grpo.errors import ConfigError
@@ -26,7 +26,8 @@ MAX_HELD_OUT = 64
 DEFAULT_SPLIT = RowsSourceConfig.model_fields["split"].default
 SAVED_TO_DISK = ("state.json", "dataset_dict.json")
 """Marker files that save_to_disk() writes for a Dataset and for a DatasetDict."""
-NULL_CHECK_ROWS = 10_000
+ROWS_AT_A_TIME = 10_000
+"""Rows of a Hugging Face dataset that are read together."""
 
 
 class RowItems(Items):
@@ -113,7 +114,7 @@ class RowItems(Items):
         return rows
 
     def _filtered(self, rows: AnyRows, split: str) -> tuple[AnyRows, Sequence[int]]:
-        """Return the rows that meet `where` and `filter`, and their row numbers in the unfiltered data."""
+        """Return the rows that `filter` keeps, and their row numbers in the unfiltered data."""
         numbers, note = filter_rows(rows, self._config, f"environments {self._name!r}: {split!r}")
         if note is None:
             return rows, numbers
@@ -144,9 +145,9 @@ class RowItems(Items):
         """Raise if a prompt is null. Columns are typed: if the prompt of row 0 is valid, only a null can be bad."""
         # The Arrow format is scanned without decoding rows. `datasets` has no annotation for this format.
         column: Any = rows.select_columns([self._config.prompt_column]).with_format("arrow")
-        for number, table in enumerate(column.iter(NULL_CHECK_ROWS)):
+        for number, table in enumerate(column.iter(ROWS_AT_A_TIME)):
             if (prompts := table[self._config.prompt_column]).null_count:
-                index = numbers[number * NULL_CHECK_ROWS + prompts.is_null().index(True).as_py()]
+                index = numbers[number * ROWS_AT_A_TIME + prompts.is_null().index(True).as_py()]
                 raise self._error(f"row {index} of {split!r}: column {self._config.prompt_column!r} is null")
 
     def _check_json(self, rows: "Dataset", numbers: Sequence[int], where: str) -> None:
@@ -155,7 +156,9 @@ class RowItems(Items):
             key = self._config.columns.get(column, column)
             is_text = "string" in getattr(rows.features[column], "dtype", "")
             if key in (TOOLS, VARIABLES) and is_text:
-                for number, value in zip(numbers, column_values(rows, column), strict=True):
+                selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and batches as rows
+                values = (value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column])
+                for number, value in zip(numbers, values, strict=True):
                     PLAIN.arguments({key: value}, f"{where} row {number}")
 
     def _check_columns(self, rows: AnyRows, split: str) -> None:
@@ -165,7 +168,6 @@ class RowItems(Items):
         first = rows[0]
         named = [("prompt_column", self._config.prompt_column)]
         named += [("columns", column) for column in self._config.columns]
-        named += [("where", column) for column in self._config.where]
         for key, column in named:
             if column not in first:
                 raise self._error(f"{key}: no column {column!r}; the data has: {', '.join(map(str, first))}")

@@ -1,16 +1,15 @@
-"""Rows of local files, and their selection by conditions on columns and by a function."""
+"""Rows of local files, and their selection by a function."""
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias, cast
+from typing import TYPE_CHECKING, TypeAlias, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import load_function, one_line
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.settings.sources import ConditionConfig, RowsSourceConfig, Scalar
+from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -106,92 +105,32 @@ def read_file(path: Path) -> list[Item]:
         raise ConfigError(f"{str(path)!r}: {error}{advice}") from error
 
 
-ROWS_AT_A_TIME = 10_000
-"""Rows of a Hugging Face dataset that are decoded together."""
 SHOWN = 3
 """Row numbers listed before '...'."""
 
 AnyRows: TypeAlias = "list[Item] | Dataset"
 
 
-def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[list[int], str | None]:
+def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[Sequence[int], str | None]:
     """Return the numbers of the rows to keep, and a line about others, if any. Raises EnvironmentSetupError."""
-    keep = None if config.filter is None else load_function(config.filter, f"{key}: filter")
-    left, parts = list(range(len(rows))), []
-    try:
-        for name, meets in _conditions(rows, config, keep):
-            kept = [number for number in left if meets(number)]
-            if len(kept) < len(left):
-                dropped = sorted(set(left) - set(kept))
-                shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
-                parts.append(f"{len(dropped)} by {name} (rows {shown})")
-            left = kept
-    except ValueError as error:  # datasets raises it for an unknown column
-        raise EnvironmentSetupError(f"{key}: {error}") from error
-    return left, f"{len(left)} of {len(rows)} rows are kept; left out: {', '.join(parts)}" if parts else None
-
-
-def _conditions(
-    rows: AnyRows, config: RowsSourceConfig, keep: Callable[[Item], object] | None
-) -> Iterator[tuple[str, Callable[[int], bool]]]:
-    """Yield the name of each condition, and a function that tests a row by its number."""
-    for column, condition in config.where.items():
-        values = column_values(rows, column)
-        yield f"where.{column}", partial(_meets, values, condition, column)
-    if keep is not None:
-        name = f"filter {config.filter}"
-        yield name, partial(_is_kept, rows, keep, name)
-
-
-def _is_kept(rows: AnyRows, keep: Callable[[Item], object], name: str, number: int) -> bool:
-    try:
-        kept = keep(dict(rows[number]))
-    except (Exception, SystemExit) as error:  # user code
-        raise ValueError(f"{name}: row {number}: {one_line(error)}") from error
-    if kept is None:
-        raise ValueError(f"{name}: row {number}: returned None, not true or false")
-    return bool(kept)
-
-
-def _meets(values: Sequence[object], condition: ConditionConfig, column: str, row: int) -> bool:
-    """Return whether a row's value meets a condition; null meets none. Raises ValueError for bounds on a non-number."""
-    value = values[row]
-    if value is None:
-        return False
-    if condition.any is not None:
-        return any(is_equal(value, wanted) for wanted in condition.any)
-    number = as_number(value)
-    if number is None:
-        raise ValueError(f"row {row}: column {column!r} is {repr(value)[:60]}, not a number, and where sets bounds")
-    low, high = condition.min, condition.max
-    return (low is None or number >= low) and (high is None or number <= high)
-
-
-def is_equal(value: object, wanted: Scalar) -> bool:
-    """Return whether a value of the data equals `wanted`. Text equals the number or boolean that it spells."""
-    if isinstance(wanted, bool) or isinstance(value, bool):
-        spelled = {"true": True, "false": False}.get(value.lower()) if isinstance(value, str) else value
-        return spelled is wanted
-    return value == wanted if isinstance(wanted, str) else as_number(value) == wanted
-
-
-def as_number(value: object) -> float | None:
-    """Return a number; text is parsed. None for NaN and any other value."""
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        return None
-    try:
-        number = float(value)
-    except (ValueError, OverflowError):
-        return None
-    return None if number != number else number
-
-
-def column_values(rows: AnyRows, column: str) -> list[object]:
-    """Return the values of a column; None for rows without the column."""
-    if isinstance(rows, list):
-        return [row.get(column) for row in rows]
-    selected: Any = rows.select_columns([column])  # annotated as Dataset | DatasetDict, and batches as rows
-    return [value for batch in selected.iter(ROWS_AT_A_TIME) for value in batch[column]]
+    if config.filter is None:
+        return range(len(rows)), None
+    keep = load_function(config.filter, f"{key}: filter")
+    name = f"filter {config.filter}"
+    kept: list[int] = []
+    dropped: list[int] = []
+    for number in range(len(rows)):
+        try:
+            answer = keep(dict(rows[number]))
+            (kept if answer else dropped).append(number)
+        except (Exception, SystemExit) as error:  # user code
+            raise EnvironmentSetupError(f"{key}: {name}: row {number}: {one_line(error)}") from error
+        if answer is None:
+            raise EnvironmentSetupError(f"{key}: {name}: row {number}: returned None, not true or false")
+    if not dropped:
+        return kept, None
+    shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)
+    return kept, f"{len(kept)} of {len(rows)} rows are kept; left out: {len(dropped)} by {name} (rows {shown})"
 
 
 def select(rows: AnyRows, numbers: Sequence[int]) -> AnyRows:

@@ -18,6 +18,14 @@ def reward(completions, **columns):
     return [0.0] * len(completions)
 
 
+def is_odd(row):
+    return row["level"] == 1
+
+
+def misspelt(row):
+    return row["levle"] == 1
+
+
 def read(**settings: Any) -> LoadedConfig:
     """Return the settings of a program, with 32 prompts a step unless it says otherwise."""
     named: dict[str, Any] = {
@@ -48,11 +56,11 @@ def test_steps_follow_from_epochs_and_rows():
 
 
 def test_epochs_count_the_rows_that_are_kept():
-    rows = {"type": "dataset", "name": ROWS, "rewards": [reward], "where": {"level": 1}, "held_out": 1}
+    rows = {"type": "dataset", "name": ROWS, "rewards": [reward], "filter": f"{__name__}:is_odd", "held_out": 1}
     no_arguments = {"train_dataset": None, "reward_funcs": None}
     assert steps(**no_arguments, environments=[rows], num_train_epochs=3, rollout={"prompts_per_step": 1}) == 72
-    rows |= {"name": Dataset.from_list(ROWS), "where": {"levle": 1}}
-    with pytest.raises(ConfigError, match=r"^environments\.0: .*levle"):
+    rows |= {"name": Dataset.from_list(ROWS), "filter": f"{__name__}:misspelt"}
+    with pytest.raises(ConfigError, match=r"^environments\.0: filter .*: row 0: KeyError: 'levle'"):
         read(**no_arguments, environments=[rows], num_train_epochs=3)
 
 

@@ -1,4 +1,4 @@
-"""The guide to prompts: its configs draw prompts, its tables and its log line are what the code does."""
+"""The guide to prompts: its configs draw prompts, its log line is what the code does."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-import yaml
 
 from colocated_grpo.assembly.data import open_source
 from colocated_grpo.environments.build import build_environments
@@ -20,8 +19,8 @@ from tests.support.templates import tool_tokenizer
 
 PAGE = (ROOT / "docs/guides/prompts.md").read_text()
 FIRST, TOOLS = re.findall(r"```yaml\n(.*?)```", PAGE, re.DOTALL)
-PART = r"\d+ by (where\.\w+|filter [\w.:]+) \(rows \d+(, \d+)*(, \.\.\.)?\)"
-LINE = re.compile(rf"environments 'questions\.jsonl': 'train': \d+ of \d+ rows are kept; left out: {PART}(, {PART})*")
+PART = r"\d+ by filter my_data\.py:easy \(rows \d+(, \d+)*(, \.\.\.)?\)"
+LINE = re.compile(rf"environments 'questions\.jsonl': 'train': \d+ of \d+ rows are kept; left out: {PART}")
 ROWS = [
     {
         "prompt": f"{'long ' * (100 * (row % 7 == 0))}x+{row}",
@@ -71,24 +70,12 @@ def test_the_tools_of_the_guide_reach_the_template():
     assert [tool["function"]["name"] for tool in prompt.template["tools"]] == ["weather", "timer"]
 
 
-def test_each_condition_of_the_table_keeps_what_it_says():
-    rows = re.findall(r"^\| `(level: .*?)` \| (.*) \|$", PAGE, re.MULTILINE)
-    kept = {}
-    for condition, _ in rows:
-        where = yaml.safe_load(condition)
-        entry = {"type": "dataset", "name": "questions.jsonl", "rewards": ["exact_match"], "held_out": 0}
-        config = Config(model={"name": "x"}, environments=[{**entry, "where": where}])
-        prompts = open_source(build_environments(config, tool_tokenizer()), lambda line: None).next(40)
-        kept[condition] = {prompt.item["level"] for prompt in prompts}
-    assert list(kept.values()) == [{3}, {1, 2}, {1, 2, 3}]
-
-
 def test_settings_named_in_the_guide_exist():
     settings = {path for path, _ in setting_names(Config)}
     named = re.findall(r"`((?:model|rollout)\.\w[\w.]*)`", PAGE)
     assert len(named) > 4
     assert [name for name in named if parse_path(name) not in settings] == []
-    for name in ("tools", "chat_template_kwargs", "system_prompt", "where", "filter", "shuffle", "weight"):
+    for name in ("tools", "chat_template_kwargs", "system_prompt", "filter", "shuffle", "weight"):
         assert f"`{name}`" in PAGE and name in DatasetSourceConfig.model_fields
 
 

@@ -277,7 +277,7 @@ def test_a_dataset_saved_to_disk_is_read_with_its_splits(tmp_path):
 
 @pytest.mark.parametrize("null", [0, 3, 7])
 def test_a_hugging_face_row_with_a_null_prompt_is_named_before_training_starts(tmp_path, monkeypatch, null):
-    monkeypatch.setattr(dataset, "NULL_CHECK_ROWS", 4)
+    monkeypatch.setattr(dataset, "ROWS_AT_A_TIME", 4)
     rows = [{**row, "question": None} if number == null else row for number, row in enumerate(ROWS)]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(EnvironmentSetupError, match=rf"row {null}\b.*(is null|got None)"):

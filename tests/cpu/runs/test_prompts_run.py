@@ -19,13 +19,20 @@ from tests.support.training_runs import (
 )
 
 STEPS, EVERY = 6, 3
-REWARD = "def short(completions, **columns):\n    return [float(len(text) < 7) for text in completions]\n"
+CODE = """
+def short(completions, **columns):
+    return [float(len(text) < 7) for text in completions]
+
+
+def graded(row):
+    return row["level"] > 0
+"""
 
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("data")
-    (folder / "rewards.py").write_text(REWARD)
+    (folder / "my_code.py").write_text(CODE)
     graded = [{"prompt": f"sort {row}", "level": row % 4} for row in range(24)]
     few = [{"prompt": f"turn {row}"} for row in range(5)]
     for name, rows in (("graded", graded), ("few", few)):
@@ -34,10 +41,10 @@ def data(tmp_path_factory) -> Path:
 
 
 def config(data: Path, **checkpoint: object) -> Settings:
-    rewards = [{"name": f"{data}/rewards.py:short", "run_in": "thread"}]
+    rewards = [{"name": f"{data}/my_code.py:short", "run_in": "thread"}]
     graded = {
         "name": str(data / "graded.jsonl"),
-        "where": {"level": [1, 2, 3]},
+        "filter": f"{data}/my_code.py:graded",
         "tools": [WEATHER],
         "chat_template_kwargs": {"enable_thinking": False},
         "weight": 2,
@@ -70,7 +77,8 @@ def test_the_policy_reads_what_the_settings_say(whole, data):
             assert row["prompt"].endswith("<|end|><|assistant|><think></think>")
         else:
             assert row["prompt"].startswith("<|user|>turn ") and row["prompt"].endswith("<|end|><|assistant|>")
-    note = f"environments '{graded}': 'train': 18 of 24 rows are kept; left out: 6 by where.level (rows 0, 4, 8, ...)"
+    left_out = f"6 by filter {data}/my_code.py:graded (rows 0, 4, 8, ...)"
+    note = f"environments '{graded}': 'train': 18 of 24 rows are kept; left out: {left_out}"
     assert note in whole.stdout
 
 
