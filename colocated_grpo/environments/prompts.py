@@ -48,7 +48,6 @@ class PromptTemplate:
         return {**variables, TOOLS: list(tools)} if tools else variables  # templates render an empty list, too
 
 
-TemplatedConfig = sources.TaskSourceConfig | sources.EpisodeSourceConfig | sources.DatasetSourceConfig
 PLAIN = PromptTemplate()
 
 
@@ -78,8 +77,8 @@ def build_template(
     entry: sources.EnvironmentConfig, name: str, tokenizer: "PreTrainedTokenizerBase", variables: JsonObject
 ) -> PromptTemplate:
     """Return what an entry adds to each prompt, besides the `variables` of all. Raises EnvironmentSetupError."""
-    if not isinstance(entry, TemplatedConfig):  # games and agents write their own prompts
-        return PromptTemplate(variables=variables)
+    if not isinstance(entry, sources.ItemSourceConfig | sources.DatasetSourceConfig):
+        return PromptTemplate(variables=variables)  # games and agents write their own prompts
     key = f"environments {name!r}"
     if entry.tools:
         check_is_read(tokenizer, f"{key}: {TOOLS}", TOOLS)
