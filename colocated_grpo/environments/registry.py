@@ -113,10 +113,10 @@ def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
 
 
 def _built(kind: Kind, name: str, args: JsonObject, given: Any, what: str, method: str) -> Any:
-    """Return the task or episode. A class or an adapter is called with args. method: its method besides prompts()."""
+    """Return the task or episode. A class, as of an adapter, is called with args. method: needed besides prompts()."""
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
-    if isinstance(found, type) or (given is None and name.partition(":")[0] in kind.adapters):
+    if isinstance(found, type):
         found = construct(found, args, key)
     elif args:
         raise EnvironmentSetupError(f"{key}: args={args}: the object is an instance, not a class; remove args")
