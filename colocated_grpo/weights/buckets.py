@@ -155,8 +155,10 @@ def _numel(shape: Sequence[int]) -> int:
 def values_of(
     slices: Sequence[ShardSlice], bucket: Bucket, parameters: Mapping[str, Tensor], device: torch.device
 ) -> list[Tensor]:
-    """Return the values for the destinations of a bucket's slices. Collective."""
-    if bucket.num_shards == 1:  # without a buffer: small models would wait for the host, which cuts it into views
+    """Return the values for the destinations of a bucket's slices, on the device. Collective."""
+    is_resident = next(iter(held(parameters).values())).device.type == device.type
+    # Without a buffer, which the host would cut into two views of each parameter: it is slower than small copies.
+    if bucket.num_shards == 1 and is_resident:
         rows = own_rows(parameters, [part.name for part in slices])
         return [own[part.cut] for own, part in zip(rows, slices, strict=True)]
     gathered = gather(bucket, parameters, device)
