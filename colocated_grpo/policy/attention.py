@@ -252,11 +252,11 @@ class _ExpandKeys(torch.autograd.Function):
 
 @torch.library.custom_op("colocated_grpo::sum_keys", mutates_args=())
 def _sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:
-    """`triton_kernels.sum_keys` on every device, as an operator that is opaque to torch.compile."""
+    """`row_kernels.sum_keys` on every device, as an operator that is opaque to torch.compile."""
     if grad_EKD.is_cuda:
-        from colocated_grpo.policy import triton_kernels  # CPU builds of torch may lack Triton
+        from colocated_grpo.runtime import row_kernels  # CPU builds of torch may lack Triton
 
-        return triton_kernels.sum_keys(grad_EKD, keys_E, starts_E, rows)
+        return row_kernels.sum_keys(grad_EKD, keys_E, starts_E, rows)
     bounds = starts_E[: rows + 1]
     sums = F.embedding_bag(keys_E, grad_EKD.flatten(1), bounds, mode="sum", include_last_offset=True)
     return sums.view(rows, *grad_EKD.shape[1:])

@@ -196,10 +196,9 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
 def _operators_on(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
     """Return the fastest `Head.statistics` and `Head.gradient`."""
     if device.type == "cuda":
-        from colocated_grpo.policy.triton_kernels import logit_gradient  # CPU builds of torch may lack Triton
-        from colocated_grpo.runtime.logit_kernels import row_statistics
+        from colocated_grpo.runtime import logit_kernels  # CPU builds of torch may lack Triton
 
-        return row_statistics, logit_gradient
+        return logit_kernels.row_statistics, logit_kernels.logit_gradient
     return plain_row_statistics, plain_logit_gradient
 
 
@@ -213,7 +212,7 @@ def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Te
 
 
 def plain_logit_gradient(logits_CV: Tensor, per_row: PerRow, dtype: torch.dtype, softcap: float | None) -> Tensor:
-    """The same as `triton_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
+    """The same as `logit_kernels.logit_gradient`: d logp / d logits = (onehot - softmax) / temperature, in torch."""
     targets_C, temperature_C, logsumexp_C, grad_C = per_row
     probs_CV = (logits_CV / temperature_C[:, None]).sub_(logsumexp_C[:, None]).exp_()
     scale_C1 = (grad_C / temperature_C)[:, None]

@@ -1,6 +1,6 @@
-"""Triton kernels that read rows of logits once: the sampler of decode steps, and the statistics of a training step.
+"""Triton kernels that read rows of logits once: the sampler of decode steps, and statistics and gradients for training.
 
-Both add up the exponentials of a row in one order, which depends on the vocabulary only. So a token's log-probability
+Sampler and statistics add up the exponentials of a row in one order, which depends on the vocabulary only. So a token's log-probability
 has the same bits in both if its logits have, as `numerics: exact` needs. vLLM's own kernels read each row of logits
 four times, and draw one Philox number for each token of the vocabulary.
 
@@ -20,6 +20,8 @@ DRAWS = 6
 """Draws of a lane: a row is divided into parts of 4 * DRAWS * LANES logits, one program each."""
 SETTINGS = {"enable_fp_fusion": False}
 """A product that is added in one instruction skips a rounding. Each kernel would fuse others."""
+BLOCK = 4096
+"""Logits of a row that the gradient reads at a time."""
 PHILOX_ROUNDS = tl.constexpr(7)
 """The fewest rounds with which Philox4x32 passes BigCrush (Salmon et al., SC 2011)."""
 
@@ -65,6 +67,23 @@ def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) 
         PARTS=triton.next_power_of_2(parts), num_warps=1, **SETTINGS,
     )  # fmt: skip
     return logprobs_C, entropy_C, logsumexp_C
+
+
+def logit_gradient(
+    logits_CV: Tensor, per_row: tuple[Tensor, Tensor, Tensor, Tensor], dtype: torch.dtype, softcap: float | None
+) -> Tensor:
+    """Return the gradient of sum(grad * log p(target)) with respect to the uncapped logits, [C, V] in `dtype`.
+
+    The gradient overwrites the logits: a second matrix of their size would be the largest tensor of a training step.
+    per_row: targets, temperatures, log-sum-exps and grad, each [C].
+    """
+    rows, vocabulary = logits_CV.shape
+    out_CV = logits_CV.view(dtype)[:, :vocabulary]
+    tensors = logits_CV, *per_row, out_CV
+    sizes = vocabulary, logits_CV.stride(0), out_CV.stride(0)
+    inverse = 0.0 if softcap is None else 1.0 / softcap
+    _logit_gradient[(rows,)](*tensors, *sizes, inverse, BLOCK=BLOCK, num_warps=8)
+    return out_CV
 
 
 def _sizes(logits: Tensor) -> tuple[int, int, tuple[int, int]]:
@@ -237,3 +256,28 @@ def _join_statistics(
     tl.store(logprobs + row, _scaled(target, _divisor(tl.load(temperature + row)), True) - logsumexp)
     tl.store(entropies + row, logsumexp - tl.sum(moments * shrink, 0) / total)
     tl.store(logsumexps + row, logsumexp)
+
+
+@jit
+def _logit_gradient(
+    logits, targets, temperatures, logsumexps, grads, out, vocabulary, stride, out_stride, inverse_cap,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    out += row * out_stride
+    scale = 1.0 / tl.load(temperatures + row)
+    grad = tl.load(grads + row) * scale
+    target = tl.load(targets + row)
+    logsumexp = tl.load(logsumexps + row)
+    lanes = tl.arange(0, BLOCK)
+    for start in range(0, vocabulary, BLOCK):
+        inside = start + lanes < vocabulary
+        x = tl.load(logits + start + lanes, mask=inside, other=0.0)
+        # d logp / d logit = (onehot - softmax) / temperature, times the slope of the cap.
+        change = tl.where(start + lanes == target, 1.0, 0.0) - tl.exp(x * scale - logsumexp)
+        slope = 1.0 - (x * inverse_cap) * (x * inverse_cap)
+        # `out` overwrites the start of this row of logits. The barrier ensures that each block is read in full before
+        # it is written. The output is at most as wide as the logits, so it never overwrites later blocks.
+        tl.debug_barrier()
+        tl.store(out + start + lanes, (grad * change * slope).to(out.dtype.element_ty), mask=inside)

@@ -1,6 +1,6 @@
-"""Operators whose rows do not depend on each other: matrix product, RMS norm and gated activation, as Triton kernels.
+"""Triton kernels of rows: matrix product, RMS norm and gated activation, and sums of the gradients of shared keys.
 
-With `numerics: exact` on GPUs, engine and policy call these kernels. The result of a row then has the same bits in a
+With `numerics: exact` on GPUs, engine and policy call the first three. The result of a row then has the same bits in a
 decode step of one token and in a training batch of many thousand: each row is reduced in an order that only the number
 of its columns decides. Launch settings that change this order must therefore never depend on the number of rows.
 
@@ -18,6 +18,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from colocated_grpo.runtime.triton_jit import jit
 
+WIDEST_SUM = 4096
+"""Columns of a row that one program of `sum_keys` adds."""
 WIDEST_WARP = 512
 """Columns of a row that one warp reduces."""
 
@@ -251,3 +253,28 @@ def _gated(gate, up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr
     # (1 + tanh(z)) / 2 is the sigmoid of 2z.
     z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
     tl.store(out + row * width + column, (g / (1.0 + tl.exp(-z)) * u).to(out.dtype.element_ty), mask=real)
+
+
+def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:
+    """Return the sum [T, K, D] of the gradients of each row's keys, added in float32 and in a fixed order.
+
+    keys_E, starts_E: see `PrefixKeys`. rows: T. Keys after the last row's are left out.
+    """
+    width = grad_EKD[0].numel()
+    out_TKD = grad_EKD.new_empty(rows, *grad_EKD.shape[1:])
+    block = min(WIDEST_SUM, triton.next_power_of_2(width))
+    tensors = grad_EKD.contiguous(), keys_E, starts_E, out_TKD
+    _sum_keys[(rows, triton.cdiv(width, block))](*tensors, width, BLOCK=block, num_warps=max(1, block // 256))
+    return out_TKD
+
+
+@jit
+def _sum_keys(grad, keys, starts, out, width, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < width
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(tl.load(starts + row), tl.load(starts + row + 1)):
+        key = tl.load(keys + place)
+        total += tl.load(grad + key * width + column, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + row * width + column, total.to(out.dtype.element_ty), mask=inside)

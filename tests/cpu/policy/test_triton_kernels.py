@@ -10,11 +10,11 @@ pytest.importorskip("triton")
 
 COMPARISON = """
 import torch
-from colocated_grpo.policy import logprobs, triton_kernels
+from colocated_grpo.policy import logprobs
 from colocated_grpo.policy.attention import _sum_keys
-from colocated_grpo.runtime import logit_kernels
+from colocated_grpo.runtime import logit_kernels, row_kernels
 
-triton_kernels.BLOCK = 64  # several blocks per row, the last one partial
+logit_kernels.BLOCK = row_kernels.WIDEST_SUM = 64  # several blocks per row, the last one partial
 logit_kernels.LANES, logit_kernels.DRAWS = 16, 2  # several parts per row, the last one with one draw
 torch.manual_seed(0)
 rows, vocabulary = 5, 333
@@ -38,7 +38,7 @@ for tokens, logprobs_B in (
 for softcap in (None, 70.0):
     arguments = (targets, temperatures, plain[2], gradients), torch.float32, softcap
     expected = logprobs.plain_logit_gradient(logits, *arguments)
-    actual = triton_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
+    actual = logit_kernels.logit_gradient(logits.clone(), *arguments)  # it overwrites the logits
     torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 # Row 0 has one key, row 1 four, row 2 none, row 3 two; the eighth key belongs to no row.
@@ -46,7 +46,7 @@ keys, starts = torch.tensor([3, 0, 5, 1, 6, 2, 4, 7]), torch.tensor([0, 1, 5, 5,
 for shape in ((8, 3, 40), (8, 1, 64)):  # 120 numbers are one block and a part of another
     gradients = torch.randn(shape)
     expected = torch.stack([gradients[keys[starts[row] : starts[row + 1]]].sum(0) for row in range(4)])
-    torch.testing.assert_close(triton_kernels.sum_keys(gradients, keys, starts, 4), expected)
+    torch.testing.assert_close(row_kernels.sum_keys(gradients, keys, starts, 4), expected)
     torch.testing.assert_close(_sum_keys(gradients[:7], keys[:7], starts, 4), expected)  # on CPUs all keys have a row
 print("equal")
 """
