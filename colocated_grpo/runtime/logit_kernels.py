@@ -1,8 +1,8 @@
 """Triton kernels that read rows of logits once: the sampler of decode steps, and statistics and gradients for training.
 
-Sampler and statistics add up the exponentials of a row in one order, which depends on the vocabulary only. So a token's log-probability
-has the same bits in both if its logits have, as `numerics: exact` needs. vLLM's own kernels read each row of logits
-four times, and draw one Philox number for each token of the vocabulary.
+Sampler and statistics add up the exponentials of a row in one order, which depends on the vocabulary only. So a token's
+log-probability has the same bits in both if its logits have, as `numerics: exact` needs. vLLM's own kernels read each
+row of logits four times, and draw one Philox number for each token of the vocabulary.
 
 Logits are [B, V] or [C, V]: B sequences or C tokens of a chunk, V vocabulary.
 """
