@@ -86,18 +86,17 @@ def _launch(arguments: Sequence[str]) -> int:
     whole = options.dry_run or launch.log_level == "DEBUG"
     shown = banner(launch, command, servers, model) if whole else title(launch, servers, model)
     text = "\n".join([shown, *default, *remarks])
+    redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
+    flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     if options.dry_run:
-        file = options.redirect_output
-        if file is not None and (file.is_dir() or not os.access(file if file.exists() else file.parent, os.W_OK)):
-            problems.append(f"--redirect-output={str(file)!r}: cannot write; name a file in a writable folder")
+        if redirect is not None and not _can_write(redirect, makes_folders=launch.log_dir is not None):
+            problems.append(f"{flag}={str(launch.log_dir or redirect)!r}: cannot write; choose a writable place")
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)
     environment = child_environment(os.environ, launch.gpus, launch.ranks, launch.log_level)
     if launch.nodes == 1 and not config.engine.urls:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")  # else ranks would listen on the network
-    redirect = options.redirect_output if launch.log_dir is None else launch.log_dir / TRAINER_LOG
-    flag = "--redirect-output" if launch.log_dir is None else "--log-dir"
     folders = [launch.log_dir, *(log.parent for log in (servers.logs if servers is not None else []))]
     try:
         for folder in filter(None, folders):
@@ -116,6 +115,13 @@ def _launch(arguments: Sequence[str]) -> int:
     with suppress(OSError):
         _show(running.failure, redirect, sys.stderr)
     return verdict.RUN_ERROR
+
+
+def _can_write(file: Path, *, makes_folders: bool) -> bool:
+    """makes_folders: the run makes missing parents."""
+    parents = [parent for parent in file.parents if parent.exists()] if makes_folders else [file.parent]
+    place = file if file.exists() else parents[0]
+    return not file.is_dir() and (place == file or place.is_dir()) and os.access(place, os.W_OK)
 
 
 def read_settings(launch: program.Launch) -> tuple["Config", list[str]]:

@@ -2,13 +2,26 @@
 
 from collections.abc import Iterator
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from colocated_grpo.settings.base import FileName, InputFile, Integer, Number, Positive, Section, TemplateVariables
 from colocated_grpo.types import JsonObject
 
-Url = Annotated[str, Field(pattern=r"^https?://[\w\[]")]
+
+def _checked_url(text: str) -> str:
+    try:
+        parts = urlsplit(text)
+        is_valid = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
+    except ValueError:  # an invalid port or address
+        is_valid = False
+    if not is_valid:
+        raise ValueError("must be http://HOST:PORT, or https")
+    return text
+
+
+Url = Annotated[str, AfterValidator(_checked_url)]
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value. At temperature 0, vLLM samples greedily."""
 

@@ -53,7 +53,8 @@ LEARNING_RATE = 1e-5
 """Default of policy.lr with adapters: ten times that of full training, the ratio that "LoRA Without Regret" (Schulman
 et al., 2025) found for reinforcement learning, nearly independent of the rank."""
 SMALL_MODELS = ((50e6, 1e-4), (500e6, 1e-5))
-"""Parameters, and the rate of models with fewer: docs/results/init_rates_smollm2_2cores.json."""
+"""Parameters, and the rate of models with fewer. 1e-5: docs/results/init_rates_smollm2_2cores.json. 1e-4: a guess,
+between that rate and the quickstart's 4e-4 for a million parameters."""
 
 
 def rate_of_small_model(parameters: int) -> tuple[float, str] | None:

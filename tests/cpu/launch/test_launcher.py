@@ -137,9 +137,10 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         ),
         (
             ["--redirect-output", "nope/x.log"],
-            "--redirect-output='nope/x.log': cannot write; name a file in a writable folder",
+            "--redirect-output='nope/x.log': cannot write; choose a writable place",
         ),
         (["--redirect-output", "model"], "--redirect-output='model': cannot write"),
+        (["--log-dir", "mine.py/logs"], "--log-dir='mine.py/logs': cannot write; choose a writable place"),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
 )
