@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+from statistics import mean
+
 import pytest
 
 from tests.support.interpreter import interpreted
@@ -54,3 +58,15 @@ print("equal")
 
 def test_the_kernels_equal_plain_torch():
     assert interpreted("-c", COMPARISON).strip() == "equal"
+
+
+def test_products_choose_the_tiles_of_the_measurement_which_are_nearly_the_fastest():
+    from colocated_grpo.runtime.row_kernels import _fastest_tile
+
+    processors = 132  # of an H200
+    measured = json.loads(Path("docs/results/row_products_1xh200.json").read_text())["products"]
+    for product in measured:
+        assert list(_fastest_tile(product["rows"], product["columns"], processors)) == product["chosen"]["tile"]
+    slowdowns = [product["chosen"]["us"] / product["fastest_us"] for product in measured if product["chosen"]["us"]]
+    assert len(slowdowns) > 100
+    assert mean(slowdowns) < 1.03
