@@ -140,19 +140,19 @@ from colocated_grpo.runtime import row_kernels
 from colocated_grpo.runtime.row_kernels import Tile, gated, logits, matmul, rms_norm
 
 torch.manual_seed(0)
-tiles = Tile(16, 16, 32, 4, 2), Tile(16, 256, 32, 4, 2), None
+tiles = Tile(16, 64, 32, 4, 2), Tile(64, 128, 32, 4, 2), Tile(64, 256, 32, 4, 2), None
 for dtype, error in ((torch.float32, 1e-5), (torch.float16, 2e-2)):  # the interpreter multiplies no bfloat16
     close = lambda actual, expected: torch.testing.assert_close(actual, expected, rtol=error, atol=10 * error)
     make = lambda *shape: torch.randn(shape, dtype=dtype)
-    weight, bias = make(56, 80), make(56)
-    unaligned = make(37, 81)[:, :80]
+    weight, bias = make(136, 80), make(136)
+    unaligned = make(70, 81)[:, :80]
     for x, some, tile, row_kernels.LARGE in product((unaligned, unaligned.contiguous()), (None, bias), tiles, (0, 1e9)):
         together = matmul(x, weight, some, tile=tile)
         close(together, torch.nn.functional.linear(x, weight, some))
-        # Fewer and other rows, but more than those for which another kernel is chosen, and each at its place: here the
-        # kernels call numpy, whose order of summation depends on the place on some processors.
+        # Fewer and other rows, but too many for another choice of tile, and each at its place: here the kernels call
+        # numpy, whose order of summation depends on the place on some processors.
         x[:5].neg_()
-        assert torch.equal(together[5:25], matmul(x[:25], weight, some, tile=tile)[5:])
+        assert torch.equal(together[5:65], matmul(x[:65], weight, some, tile=tile)[5:])
     assert logits(x, weight).dtype == torch.float32
 
     heads, norm = make(9, 6, 36), make(36)

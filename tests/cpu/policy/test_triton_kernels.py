@@ -19,7 +19,7 @@ from colocated_grpo.policy.attention import _sum_keys
 from colocated_grpo.runtime import logit_kernels, row_kernels
 
 logit_kernels.BLOCK = row_kernels.WIDEST_SUM = 64  # several blocks per row, the last one partial
-logit_kernels.LANES, logit_kernels.DRAWS = 16, 2  # several parts per row, the last one with one draw
+logit_kernels.LANES, logit_kernels.DRAWS = 16, 2  # several parts per row, the last draw partial
 torch.manual_seed(0)
 rows, vocabulary = 5, 333
 logits = torch.randn(rows, vocabulary) * 6

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from colocated_grpo.runtime.distributed import Computed, Rows, World
 from colocated_grpo.weights import buckets
-from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices
+from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices, values_of
 from colocated_grpo.weights.plan import Target, in_8_bits, quantized
 from tests.support.ranks import run_on_ranks
 
@@ -90,7 +90,7 @@ def test_a_bucket_holds_at_least_one_parameter_and_at_most_its_bytes(monkeypatch
     assert [bucket.size for bucket in made] == [200, 15, 15, 5]
 
 
-def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, monkeypatch):
+def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once_and_brings_it_to_the_engine(world, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
     computed: list[str] = []
     weights = {
@@ -98,10 +98,18 @@ def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once(world, mon
         for name, tensor in tensors().items()
     }
     made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
-    for bucket in made:
-        gather(bucket, Computed({}, weights), world.device)
+    targets = {name: Target(view=torch.empty_like(tensor), dim=0, start=0) for name, tensor in tensors().items()}
+    plan = SimpleNamespace(targets=targets)
     assert len(made) > 1
-    assert computed == list(SHAPES)
+    # The second as if the parameters were in host memory, and the engine on a GPU.
+    for device in (world.device, torch.device("meta")):
+        computed.clear()
+        for bucket in made:
+            slices = shard_slices(bucket, plan)  # pyrefly: ignore[bad-argument-type]
+            values = values_of(slices, bucket, Computed({"norm": torch.ones(2)}, weights), device)
+            assert [value.shape for value in values] == list(bucket.shapes.values())
+            assert {value.device for value in values} == {device}
+        assert computed == list(SHAPES)
 
 
 def test_weights_in_8_bits_have_the_parameters_order_on_all_ranks(world):
