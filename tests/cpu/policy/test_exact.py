@@ -98,6 +98,7 @@ def test_the_first_token_with_another_log_probability_than_the_samplers_is_named
     [
         ({"engine": {"tensor_parallel_size": 2}}, "engine.tensor_parallel_size"),
         ({"engine": {"args": {"quantization": "fp8"}}}, "engine.args.quantization"),
+        ({"engine": {"args": {"use_fp64_gumbel": True}}}, "engine.args.use_fp64_gumbel"),
         ({"policy": {"compile": True}}, "policy.compile"),
         ({"rollout": {"top_p": 0.9}}, "rollout.top_p"),
     ],
