@@ -113,7 +113,10 @@ def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
 
 
 def _built(kind: Kind, name: str, args: JsonObject, given: Any, what: str, method: str) -> Any:
-    """Return the task or episode. A class, as of an adapter, is called with args. method: needed besides prompts()."""
+    """Return the task or episode; a class, which each adapter is, is called with args.
+
+    method: the method that it needs besides prompts().
+    """
     found, args = find(kind, name, args) if given is None else (given, args)
     key = f"environments {name!r}"
     if isinstance(found, type):

@@ -11,8 +11,6 @@ from torch import Tensor
 
 PerRow = tuple[Tensor, Tensor, Tensor, Tensor]
 """(targets_C, temperature_C, logsumexp_C, grad_C) of a chunk. grad_C: of the log-probabilities."""
-
-
 Logits = Callable[[Tensor, Tensor, float | None], Tensor]
 """(hidden_CH, weight_VH, softcap) -> float32 logits [C, V], soft-capped and not divided by the temperature."""
 
@@ -67,7 +65,7 @@ def linear_loss(
 
 
 class Head(NamedTuple):
-    """Operators on the logits of a chunk of tokens, and what they need."""
+    """Computes logits of a chunk of tokens, their statistics and their gradient."""
 
     logits: Logits
     statistics: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
@@ -194,7 +192,7 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
 
 
 def _operators_on(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    """Return the fastest `Head.statistics` and `Head.gradient`."""
+    """Return the fastest `Head.statistics` and `Head.gradient` on the device."""
     if device.type == "cuda":
         from colocated_grpo.runtime import logit_kernels  # CPU builds of torch may lack Triton
 
@@ -203,11 +201,11 @@ def _operators_on(device: torch.device) -> tuple[Callable[..., Any], Callable[..
 
 
 def plain_row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same as `logit_kernels.row_statistics`, in plain torch, by the operations of vLLM's sampler for CPUs."""
+    """The same as `logit_kernels.row_statistics`, in plain torch; log p has the bits of vLLM's sampler for CPUs."""
     scaled_CV = logits_CV / temperature_C[:, None]
     logprobs_CV = scaled_CV.log_softmax(-1)
     logsumexp_C = scaled_CV.amax(-1) - logprobs_CV.amax(-1)
-    entropy_C = -(logprobs_CV.exp() * logprobs_CV).sum(-1)
+    entropy_C = -logprobs_CV.exp().mul_(logprobs_CV).sum(-1)
     return logprobs_CV.gather(1, targets_C[:, None])[:, 0], entropy_C, logsumexp_C
 
 

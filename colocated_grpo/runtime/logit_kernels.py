@@ -19,7 +19,7 @@ LANES = 1024
 DRAWS = 6
 """Draws of a lane: a row is divided into parts of 4 * DRAWS * LANES logits, one program each."""
 SETTINGS = {"enable_fp_fusion": False}
-"""A product that is added in one instruction skips a rounding. Each kernel would fuse others."""
+"""No fused multiply-add: it skips a rounding, and the compiler would fuse other operations in each kernel."""
 BLOCK = 4096
 """Logits of a row that the gradient reads at a time."""
 PHILOX_ROUNDS = tl.constexpr(7)
@@ -37,9 +37,8 @@ def sample(
     the temperature yet.
     """
     batch, parts, sizes = _sizes(logits)
-    best_BP, top_BP, mass_BP, token_BP = (
-        torch.empty(batch, parts, dtype=dtype, device=logits.device) for dtype in [torch.float32] * 3 + [torch.int32]
-    )
+    best_BP, top_BP, mass_BP = torch.empty(3, batch, parts, device=logits.device).unbind(0)
+    token_BP = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     found = best_BP, token_BP, top_BP, mass_BP
     _sample_part[(batch, parts)](
         logits, rows, temperature, seeds, positions, *found, *sizes,
@@ -106,7 +105,7 @@ def _race(weight, bits, noisy):
 
 @jit
 def _scaled(x, divisor, DIVIDE: tl.constexpr):
-    # Divided as by vLLM's `apply_temperature`, which has divided them already in other steps: same bits.
+    # By the same division as vLLM's `apply_temperature`, which has divided the logits already if DIVIDE is False.
     return x.to(tl.float32) / divisor if DIVIDE else x.to(tl.float32)
 
 

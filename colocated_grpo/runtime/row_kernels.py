@@ -40,10 +40,10 @@ TILES = (
 )  # fmt: skip
 FOR_FEW_ROWS = Tile(16, 32, 256, 4, 4)
 START = 4000
-"""Each tile takes the time of so many elements more than it has. From docs/results/row_products_1xh200.json, where the
-chosen tiles take 3 % longer than the fastest of each shape, on average."""
+"""Fixed cost of a tile, in elements: a tile takes as long as its elements and START more. Fitted to
+docs/results/row_products_1xh200.json, where the chosen tile takes 3 % longer than the fastest, on average."""
 NARROW = 64
-"""Tiles of so few columns are not copied by descriptors if rows are missing, which is slow."""
+"""Most columns of a tile for which descriptors are slower than addresses if the last tile lacks rows."""
 LARGE = 2**33
 """Multiplications of a product that takes longer than making its descriptors."""
 PADDING = 64

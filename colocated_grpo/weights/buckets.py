@@ -157,7 +157,7 @@ def values_of(
 ) -> list[Tensor]:
     """Return the values for the destinations of a bucket's slices, on the device. Collective."""
     is_resident = next(iter(held(parameters).values())).device.type == device.type
-    # Without a buffer, which the host would cut into two views of each parameter: it is slower than small copies.
+    # On one rank a buffer only costs: the host makes two views of each parameter, and each value is copied twice.
     if bucket.num_shards == 1 and is_resident:
         rows = own_rows(parameters, [part.name for part in slices])
         return [own[part.cut] for own, part in zip(rows, slices, strict=True)]

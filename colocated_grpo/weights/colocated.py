@@ -1,8 +1,9 @@
 """Weight sync into the engine of the same process, from FSDP2 shards or by sharing one copy of the weights.
 
 From shards, each rank casts them to the engine's type, all-gathers them in buckets, and copies every gathered bucket
-straight into the engine's parameters on a side stream while the next bucket is being gathered. With one copy, the
-policy computes with the engine's own parameters, so a sync moves nothing.
+straight into the engine's parameters on a side stream while the next bucket is being gathered. One rank copies from its
+own parameters, unless they are in host memory. With one copy, the policy computes with the engine's own parameters, so
+a sync moves nothing.
 """
 
 from collections import defaultdict

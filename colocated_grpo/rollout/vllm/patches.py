@@ -285,9 +285,9 @@ PATCHES: tuple[Patch, ...] = (
         Patch(
             target=f"vllm.v1.worker.gpu.sample.sampler:{function}",
             make=kernel("sampling_kernels", f"make_{function}"),
-            cures=cost,
+            cures=f"{cost}; with numerics: exact, the policy's kernel sums in another order than vLLM's",
             devices=("cuda",),
-            required=True,  # with `numerics: exact` the policy scores tokens with the same kernel
+            required=True,
         )
         for function, cost in (
             ("gumbel_sample", "sampling reads each row of logits four times"),
