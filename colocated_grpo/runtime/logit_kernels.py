@@ -37,7 +37,7 @@ def sample(
     the temperature yet.
     """
     batch, parts, sizes = _sizes(logits)
-    best_BP, top_BP, mass_BP = torch.empty(3, batch, parts, device=logits.device).unbind(0)
+    best_BP, top_BP, mass_BP = _outputs(3, (batch, parts), logits.device)
     token_BP = torch.empty(batch, parts, dtype=torch.int32, device=logits.device)
     found = best_BP, token_BP, top_BP, mass_BP
     _sample_part[(batch, parts)](
@@ -56,11 +56,11 @@ def sample(
 def row_statistics(logits_CV: Tensor, targets_C: Tensor, temperature_C: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return log p(target), entropy and log-sum-exp of logits / temperature, each [C] float32."""
     batch, parts, sizes = _sizes(logits_CV)
-    found = torch.empty(3, batch, parts, device=logits_CV.device).unbind(0)
+    found = _outputs(3, (batch, parts), logits_CV.device)
     _statistics_part[(batch, parts)](
         logits_CV, temperature_C, *found, *sizes, LANES=LANES, DRAWS=DRAWS, num_warps=8, **SETTINGS
     )
-    logprobs_C, entropy_C, logsumexp_C = torch.empty(3, batch, device=logits_CV.device).unbind(0)
+    logprobs_C, entropy_C, logsumexp_C = _outputs(3, (batch,), logits_CV.device)
     _join_statistics[(batch,)](
         logits_CV, temperature_C, *found, targets_C, logprobs_C, entropy_C, logsumexp_C, logits_CV.stride(0), parts,
         PARTS=triton.next_power_of_2(parts), num_warps=1, **SETTINGS,
@@ -89,6 +89,11 @@ def _sizes(logits: Tensor) -> tuple[int, int, tuple[int, int]]:
     """Return rows, parts of a row, and the kernels' (vocabulary, row stride)."""
     batch, vocabulary = logits.shape
     return batch, triton.cdiv(vocabulary, 4 * DRAWS * LANES), (vocabulary, logits.stride(0))
+
+
+def _outputs(count: int, shape: tuple[int, ...], device: torch.device) -> list[Tensor]:
+    """Return float32 tensors, each aligned: Triton compiles a kernel again for arguments of another alignment."""
+    return [torch.empty(shape, dtype=torch.float32, device=device) for _ in range(count)]
 
 
 @jit
