@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from colocated_grpo.assembly.engines import Site
+from colocated_grpo.environments.base import BatchSource
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -19,7 +20,6 @@ from colocated_grpo.rollout.collect import Collector
 from colocated_grpo.rollout.engine import LocalEngine, RepetitionDetection, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.partial import PartialSupply
 from colocated_grpo.rollout.prompt_queue import build_dispatch, engine_place
 from colocated_grpo.rollout.resample import Resampling
@@ -117,7 +117,7 @@ class Data:
     """Environments, and their prompts on the ranks that draw them."""
 
     environments: Environments
-    source: LongestFirst | None
+    source: BatchSource | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
     sets: list[EvaluationSet]
 
@@ -138,13 +138,13 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     return Data(environments=environments, source=source, sets=sets)
 
 
-def open_source(environments: Environments, note: Callable[[str], None]) -> LongestFirst:
+def open_source(environments: Environments, note: Callable[[str], None]) -> BatchSource:
     """Return the source of training prompts. Rank 0 only: reads data."""
     source = environments.open_source()
     for environment in environments.trained:
         for line in environment.items.filter_notes:
             note(line)
-    return LongestFirst(source)
+    return source
 
 
 def listen_to_agents(config: Config, data: Data, model: ModelFiles, site: Site) -> None:

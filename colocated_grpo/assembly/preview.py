@@ -10,7 +10,7 @@ import psutil
 import torch
 
 from colocated_grpo.assembly import data, engines
-from colocated_grpo.environments.base import Scorer
+from colocated_grpo.environments.base import BatchSource, Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -18,7 +18,6 @@ from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy import checkpoint_files, model_files, model_loader
 from colocated_grpo.policy.lora.weights import insert_adapters
 from colocated_grpo.policy.model import transformer_blocks
-from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
@@ -89,7 +88,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     return lines
 
 
-def first_prompts(source: LongestFirst, count: int, note: Callable[[str], None]) -> list[Prompt]:
+def first_prompts(source: BatchSource, count: int, note: Callable[[str], None]) -> list[Prompt]:
     prompts = source.next(count)
     if dropped := source.state_dict()["prompts"]["dropped"]:
         rule = "empty, or longer than rollout.max_prompt_tokens"

@@ -7,10 +7,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
+from colocated_grpo.environments.base import BatchResult, BatchSource, EnvironmentSetupError, merge_results
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
-from colocated_grpo.rollout.lengths import LongestFirst
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.settings.generation import RolloutConfig
@@ -62,7 +61,7 @@ class Opponent(Protocol):
 class PromptSupply(Supply):
     """Prompts that rank 0 draws and all ranks sample."""
 
-    source: LongestFirst | None
+    source: BatchSource | None
     """Needed on rank 0 only."""
     collector: Collector
     config: RolloutConfig
@@ -130,7 +129,7 @@ class PromptSupply(Supply):
         settled = self.collector.world.from_main(lambda: self._main_source().record(groups))
         return settled if self.resampling is None else self.resampling.choose(groups, settled)
 
-    def _main_source(self) -> LongestFirst:
+    def _main_source(self) -> BatchSource:
         assert self.source is not None  # on rank 0
         return self.source
 

@@ -27,7 +27,7 @@ STATE_FILE = "trainer.json"
 the other files. The last entry of this file is its own checksum, so that state and checksums are replaced together."""
 FILES = "files"
 """Key in STATE_FILE: checksums by file name."""
-FORMAT = 1
+FORMAT = 2
 """Version of the checkpoint format. Raise it with every change that an older reader would misread, or that makes older
 checkpoints unreadable."""
 SEAL = "checksum"

@@ -96,8 +96,8 @@ def test_a_layout_that_leads_out_of_its_checkpoint_is_rejected(world, model_fold
         ({"step": -5}, "trainer.json has step -5 and"),
         ({"step": 7}, "trainer.json has step 7 and"),
         ({"policy_version": -1}, "policy_version -1"),
-        ({"format": None}, "has format None, but this version of colocated_grpo reads format 1"),
-        ({"format": 2}, "has format 2, but this version of colocated_grpo reads format 1"),
+        ({"format": None}, "has format None, but this version of colocated_grpo reads format 2"),
+        ({"format": 1}, "has format 1, but this version of colocated_grpo reads format 2"),
     ],
 )
 def test_numbers_that_do_not_belong_to_the_checkpoint_are_rejected(world, model_folder, checkpoint, changes, problem):
