@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable, Mapping
 from importlib import import_module
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
@@ -109,6 +109,11 @@ def build_episode(name: str, args: JsonObject, given: object = None) -> Episode:
     episode = _built(KINDS["episode"], name, args, given, "an episode", "run")
     if not iscoroutinefunction(episode.run):
         raise EnvironmentSetupError(f"environments {name!r}: run() must be a coroutine: write `async def run`")
+    try:
+        signature(episode.run).bind(None, None)
+    except TypeError as error:
+        rule = "must be called as `run(self, item, model)`"
+        raise EnvironmentSetupError(f"environments {name!r}: run() {rule}: {error}") from None
     return episode
 
 

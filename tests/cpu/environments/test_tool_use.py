@@ -225,6 +225,9 @@ class Silent:
 
 class Blocking(Guess):
     def run(self, item, model): ...
+
+class Narrow(Guess):
+    async def run(self, item): ...
 """
 
 
@@ -236,5 +239,7 @@ def test_an_episode_is_loaded_from_a_file_and_its_mistakes_raise_one_line(tmp_pa
         build_episode(f"{file}:Silent", {})
     with pytest.raises(EnvironmentSetupError, match="write `async def run`"):
         build_episode(f"{file}:Blocking", {})
+    with pytest.raises(EnvironmentSetupError, match=r"run\(self, item, model\)"):
+        build_episode(f"{file}:Narrow", {})
     with pytest.raises(EnvironmentSetupError, match="unknown episode 'tool_us'; did you mean 'tool_use'"):
         build_episode("tool_us", {})
