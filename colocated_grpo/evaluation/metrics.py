@@ -82,14 +82,16 @@ def answer_function(name: str, key: str) -> Answer:
     """Return the built-in or user function of this name. Raises EnvironmentSetupError."""
     if name in BUILT_IN:
         return BUILT_IN[name]
-    function = load_function(name, key)
+    function, logged = load_function(name, key), set[str]()
 
     def answer(text: str) -> Hashable | None:
         try:
             found = function(text)
             hash(found)
         except Exception as error:  # user code: a completion without an answer does not end a run
-            logger.warning("%s=%r: %s", key, name, one_line(error))
+            if (line := one_line(error)) not in logged:  # else a set has one line per completion
+                logged.add(line)
+                logger.warning("%s=%r: %s", key, name, line)
             return None
         return found
 

@@ -96,11 +96,13 @@ def test_answers_are_what_the_built_in_rewards_judge():
     assert boxed(r"\boxed{1") is None
 
 
-def test_a_users_function_that_raises_gives_no_answer(tmp_path):
+def test_a_users_function_that_raises_gives_no_answer(tmp_path, caplog):
     (tmp_path / "mine.py").write_text("number = 1\ndef first(text):\n    return text.split()[0]\n")
     answer = answer_function(f"{tmp_path}/mine.py:first", "answer")
     assert answer("7 apples") == "7"
     assert answer("") is None
+    assert answer(" ") is None
+    assert len(caplog.messages) == 1  # one line, not one per completion
     with pytest.raises(EnvironmentSetupError, match="is of type int, not a function"):
         answer_function(f"{tmp_path}/mine.py:number", "answer")
 
