@@ -76,7 +76,9 @@ def _local_config(model: ModelConfig, key: str) -> Path | None:
         if not (folder / "config.json").is_file():
             wanted = "expected a saved transformers model"
             if (folder / "adapter_config.json").is_file():
-                wanted = f"it is an adapter: name its base model, and set policy.lora.init: {folder}"
+                wanted = "it is an adapter: merge it into its base model (checkpoint.export_merged: true)"
+                if key == "model.name":
+                    wanted = f"it is an adapter: name its base model, and set policy.lora.init: {folder}"
             elif (exported := folder / "final_model").is_dir():
                 wanted = f"it is the folder of a run, whose model is {exported}"
             raise ConfigError(f"{setting}: no config.json in this folder; {wanted}")

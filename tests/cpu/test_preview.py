@@ -263,6 +263,13 @@ def test_a_folder_that_is_no_model_is_told_apart(tmp_path, file, message):
         read_config_json(ModelConfig(name=str(tmp_path)))
 
 
+def test_an_adapter_as_teacher_gets_advice_for_the_teacher(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="it is an adapter: merge it into its base model") as caught:
+        read_config_json(ModelConfig(name=str(tmp_path)), "loss.kl.model")
+    assert "policy.lora.init" not in str(caught.value)
+
+
 def test_a_gguf_file_is_told_apart(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ConfigError, match="a file; expected the folder of a transformers model"):
