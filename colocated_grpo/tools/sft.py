@@ -128,7 +128,8 @@ def completions(row: Item, source: str) -> Iterator[tuple[object, str]]:
         pairs = [(before + chat[:i] if i else prompt, chat[i].get("content")) for i in places]
     for given, text in pairs or [(None, None)]:
         if not isinstance(text, str):
-            found = f"; an assistant's content is {text!r:.60}" if isinstance(said, list) and given is not None else ""
+            in_chat = isinstance(said, list) and given is not None
+            found = f"; an assistant's content is {text!r:.60}" if in_chat else f"; it has {', '.join(row)}"
             rule = "needs a `prompt` and a `completion` with text, or `messages` with both"
             raise ConfigError(f"{source}: {rule}{found}")
         if text != text.encode(errors="replace").decode():

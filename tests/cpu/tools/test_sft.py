@@ -96,6 +96,11 @@ def test_a_row_without_a_completion_is_one_line(row):
         texts(row)
 
 
+def test_a_row_without_a_completion_names_its_columns():
+    with pytest.raises(ConfigError, match=r"row 0: needs .* with both; it has prompt, answer$"):
+        texts({"prompt": "3+4=", "answer": "7"})
+
+
 def test_a_message_of_the_assistant_without_text_is_named():
     call = {"role": "assistant", "content": None, "tool_calls": []}
     with pytest.raises(ConfigError, match=r"`messages` with both; an assistant's content is None$"):
