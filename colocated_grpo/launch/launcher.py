@@ -118,7 +118,7 @@ def _launch(arguments: Sequence[str]) -> int:
 
 
 def _can_write(file: Path, *, makes_folders: bool) -> bool:
-    """makes_folders: the run makes missing parents."""
+    """Return True if a run could write the file. makes_folders: it makes missing folders first."""
     parents = [parent for parent in file.parents if parent.exists()] if makes_folders else [file.parent]
     place = file if file.exists() else parents[0]
     return not file.is_dir() and (place == file or place.is_dir()) and os.access(place, os.W_OK)
