@@ -90,7 +90,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
 
 def first_prompts(source: BatchSource, count: int, note: Callable[[str], None]) -> list[Prompt]:
     prompts = source.next(count)
-    if dropped := source.state_dict()["prompts"]["dropped"]:
+    if dropped := source.state_dict()["dropped"]:
         rule = "empty, or longer than rollout.max_prompt_tokens"
         note(f"{dropped} of the first {dropped + len(prompts)} prompts are left out: {rule}")
     return prompts
