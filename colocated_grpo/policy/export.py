@@ -51,7 +51,7 @@ class ModelExport(Export):
 
     final_name, best_name, step_prefix = "final_model", "best_model", "step_"
     files: "ModelFiles"
-    """Of the model that the run started from."""
+    """Files of the model that the run started from."""
     dtype: torch.dtype
 
     def write(self, target: Path) -> None:

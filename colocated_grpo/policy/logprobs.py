@@ -39,7 +39,7 @@ def linear_logprobs(
     `chunk_tokens` tokens at a time; the backward pass computes them again.
     softcap: final logits are softcap * tanh(logits / softcap) before the temperature (gemma2, gemma3).
     """
-    head = Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
+    head = _Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
     return _LinearLogprobs.apply(hidden_NH, weight_VH, targets_N, temperature_N, head)
 
 
@@ -60,11 +60,11 @@ def linear_loss(
     The forward pass computes the gradients of hidden states and weight while a chunk's logits exist. The backward pass
     then does not recompute the logits. Together, they take three matrix products of the logits' size instead of four.
     """
-    head = Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
+    head = _Head(logits, *_operators_on(hidden_NH.device), chunk_tokens, softcap)
     return _LinearLoss.apply(hidden_NH, weight_VH, targets_N, temperature_N, head, loss_of)
 
 
-class Head(NamedTuple):
+class _Head(NamedTuple):
     """Computes logits of a chunk of tokens, their statistics and their gradient."""
 
     logits: Logits
@@ -79,7 +79,7 @@ class Head(NamedTuple):
 class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature_N: Tensor, head: Head
+        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, targets_N: Tensor, temperature_N: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor]:
         ctx.head = head
         # Separate tensors instead of rows of one tensor: FSDP warns about outputs that are views.
@@ -117,7 +117,7 @@ class _LinearLoss(torch.autograd.Function):
         weight_VH: Tensor,
         targets_N: Tensor,
         temperature_N: Tensor,
-        head: Head,
+        head: _Head,
         loss_of: Callable[[slice, Tensor], Tensor],
     ) -> tuple[Tensor, Tensor, Tensor]:
         logprobs_N = hidden_NH.new_empty(len(hidden_NH), dtype=torch.float32)
@@ -161,7 +161,7 @@ class _Gradients:
     `add` overwrites the logits.
     """
 
-    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, head: Head, *, of_weight: bool) -> None:
+    def __init__(self, hidden_NH: Tensor, weight_VH: Tensor, head: _Head, *, of_weight: bool) -> None:
         self._inputs = hidden_NH, weight_VH
         self._head = head
         self.hidden_NH = torch.empty_like(hidden_NH)
@@ -192,7 +192,7 @@ def _add_product(total_VH: Tensor, left_VC: Tensor, right_CH: Tensor) -> None:
 
 
 def _operators_on(device: torch.device) -> tuple[Callable[..., Any], Callable[..., Tensor]]:
-    """Return the fastest `Head.statistics` and `Head.gradient` on the device."""
+    """Return the fastest `_Head.statistics` and `_Head.gradient` on the device."""
     if device.type == "cuda":
         from colocated_grpo.runtime import logit_kernels  # CPU builds of torch may lack Triton
 

@@ -163,7 +163,7 @@ class Update:
         self._publish = publish
         self._grad_clip = grad_clip
         self.norm = torch.zeros((), device=device)
-        """Of the gradients of all parameters, on all ranks."""
+        """Norm of the gradients of all parameters, on all ranks."""
 
     def measure_norm(self) -> None:
         self.norm.copy_(whole(nn.utils.get_total_norm(self.gradients())))

@@ -130,6 +130,11 @@ def _read_four(row, start, vocabulary, divisor, DIVIDE: tl.constexpr, LANES: tl.
 
 
 @jit
+def _of_four(index: tl.constexpr, x0, x1, x2, x3):
+    return x0 if index == 0 else (x1 if index == 1 else (x2 if index == 2 else x3))
+
+
+@jit
 def _divisor(temperature):
     return tl.where(temperature == 0.0, 1.0, temperature)
 
@@ -166,8 +171,8 @@ def _sample_part(
         sums *= shrink
         best_score *= shrink
         for quarter in tl.static_range(4):
-            x = x0 if quarter == 0 else (x1 if quarter == 1 else (x2 if quarter == 2 else x3))
-            bits = bits0 if quarter == 0 else (bits1 if quarter == 1 else (bits2 if quarter == 2 else bits3))
+            x = _of_four(quarter, x0, x1, x2, x3)
+            bits = _of_four(quarter, bits0, bits1, bits2, bits3)
             weight = tl.exp(x - _finite(new_peak))
             sums += weight
             score = _race(weight, bits, noisy)
@@ -203,7 +208,7 @@ def _statistics_part(
         sums *= shrink
         moments *= shrink
         for quarter in tl.static_range(4):
-            x = x0 if quarter == 0 else (x1 if quarter == 1 else (x2 if quarter == 2 else x3))
+            x = _of_four(quarter, x0, x1, x2, x3)
             weight = tl.exp(x - _finite(new_peak))
             sums += weight
             moments += weight * _finite(x)

@@ -1,6 +1,7 @@
 """Settings of the model, the vLLM engines and sampling."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Annotated, Literal
 from urllib.parse import urlsplit
 
@@ -11,14 +12,11 @@ from colocated_grpo.types import JsonObject
 
 
 def _checked_url(text: str) -> str:
-    try:
+    with suppress(ValueError):  # an invalid port or address
         parts = urlsplit(text)
-        is_valid = parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0
-    except ValueError:  # an invalid port or address
-        is_valid = False
-    if not is_valid:
-        raise ValueError("must be http://HOST:PORT, or https")
-    return text
+        if parts.scheme in ("http", "https") and parts.hostname is not None and parts.port != 0:
+            return text
+    raise ValueError("must be http://HOST:PORT, or https")
 
 
 Url = Annotated[str, AfterValidator(_checked_url)]

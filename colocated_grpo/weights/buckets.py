@@ -46,7 +46,7 @@ class ShardSlice:
     destination: Tensor
     """View into an engine parameter."""
     name: str
-    """Of the parameter in a checkpoint."""
+    """Checkpoint name of the parameter."""
     rank: int
     offset: int
     """Elements before this slice in the rank's part of the bucket."""
@@ -165,16 +165,14 @@ def values_of(
     return [part.source(gathered) for part in slices]
 
 
-def write_planned(
-    buckets: Iterable[tuple[Sequence[ShardSlice], list[Tensor]]], plan: Plan, device: torch.device
-) -> None:
+def write_planned(parts: Iterable[tuple[Sequence[ShardSlice], list[Tensor]]], plan: Plan, device: torch.device) -> None:
     """Copy every bucket's values to their destinations, and clear the plan's padding.
 
-    On CUDA the copies run on a side stream, in parallel with the next gather. buckets: slices and values of each.
+    On CUDA the copies run on a side stream, in parallel with the next gather. parts: slices and values of each bucket.
     """
     stream = torch.cuda.Stream(device) if device.type == "cuda" else None
     last: torch.Event | None = None
-    for slices, sources in buckets:
+    for slices, sources in parts:
         destinations = [part.destination for part in slices]
         if stream is None:
             torch._foreach_copy_(destinations, sources)

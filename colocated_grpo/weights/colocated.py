@@ -2,8 +2,7 @@
 
 From shards, each rank casts them to the engine's type, all-gathers them in buckets, and copies every gathered bucket
 straight into the engine's parameters on a side stream while the next bucket is being gathered. One rank copies from its
-own parameters, unless they are in host memory. With one copy, the policy computes with the engine's own parameters, so
-a sync moves nothing.
+own parameters, unless they are in host memory. With one copy, the policy computes with the engine's: nothing moves.
 """
 
 from collections import defaultdict

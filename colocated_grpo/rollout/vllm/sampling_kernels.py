@@ -1,6 +1,6 @@
 """A decode step outside the model: tokens are sampled, scored in the same pass, and made the inputs of the next step.
 
-Times within a step: docs/results/decode_kernels_1xh200.json. Of single launches: decode_launches_1xh200.json there.
+Times within a step: docs/results/decode_kernels_1xh200.json. Of single launches: logit_kernels_1xh200.json there.
 """
 
 import weakref
@@ -86,7 +86,7 @@ class Requests(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What the model's CUDA graphs read, one entry for each request of a decode step."""
+    """Inputs that the model's CUDA graphs read, one entry for each request of a decode step."""
 
     token_ids: Tensor
     positions: Tensor

@@ -34,7 +34,7 @@ class Step:
 
 
 class Sampled(NamedTuple):
-    """What a `Step` sampled."""
+    """Tokens that a `Step` sampled."""
 
     names: list[str]
     """Requests in the order of the rows, which is the model's."""
