@@ -67,8 +67,11 @@ class TurnEnvironment(Protocol[TurnT]):
     def add_game(self) -> Sequence[TurnT]:
         """Raise the number of concurrent games by one and return the new game's open turns."""
 
-    def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome]:
-        """Score completions from the turn alone. Must be pure: threads and processes without the game call it."""
+    def score(self, turn: TurnT, completions: Sequence[str]) -> Sequence[Outcome | float | None]:
+        """Score completions from the turn alone. Must be pure: threads and processes without the game call it.
+
+        A number or None is an outcome without parts.
+        """
 
     def commit(self, turn: TurnT, completion: str) -> object:
         """Play one completion. Called once per sampled turn, in the order in which the turns were handed out."""

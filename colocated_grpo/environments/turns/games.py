@@ -38,12 +38,17 @@ class TurnScorer:
     def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
         try:
             outcomes = self._environment.score(prompt.item[TURN_KEY], texts)
-            scores = [as_score({**each.parts, "reward": each.reward}) for each in outcomes]
+            scores = [as_score(_as_result(each)) for each in outcomes]
             if len(scores) != len(texts):
                 raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
         except BaseException as error:  # see scoring.score_each
             return [Score(reward=None, error=one_line(error))] * len(texts)
         return scores
+
+
+def _as_result(outcome: object) -> object:
+    """Return what a task's score() would return: a dict of parts, or the number or None that a game returned."""
+    return {**outcome.parts, "reward": outcome.reward} if hasattr(outcome, "parts") else outcome
 
 
 @contextmanager

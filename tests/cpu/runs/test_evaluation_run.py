@@ -141,7 +141,8 @@ def assert_patience_ended(run: TrainingRun) -> None:
 def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, tmp_path):
     record = json.loads((whole.folder / "best.json").read_text())
     out, err, results = tmp_path / "out", tmp_path / "err", tmp_path / "new/results.json"
-    arguments = [str(whole.folder), "--output", str(results)]
+    renamed = ["--evaluation.sets.0.name", "renamed"]  # the run's keep_best names this set
+    arguments = [str(whole.folder), "--output", str(results), *renamed]
     with start_module("colocated_grpo.tools.evaluate", arguments, 2, out, err) as ranks:
         codes = ranks.exit_codes(TIMEOUT)
     assert codes == [0, 0], err.read_text()
@@ -150,7 +151,7 @@ def test_the_tool_measures_the_best_model_of_a_run_as_the_run_did(whole, data, t
     if record["step"] in measured:
         assert greedy["metrics"]["eval/greedy/mean"] == measured[record["step"]]
     assert len(greedy["completions"]) == greedy["prompts"] == 40
-    assert "eval/sampled: 12 prompts x 4 completions" in out.read_text()
+    assert "eval/renamed: 12 prompts x 4 completions" in out.read_text()
     assert "held_out" not in out.read_text()
     agent = json.loads(results.read_text())["evaluations"]["eval/agent"]
     assert (agent["metrics"]["eval/agent/mean"], agent["metrics"]["eval/agent/errors"]) == (0.5, 0)

@@ -149,6 +149,13 @@ def test_any_rank_scores_a_turn_as_the_game_itself_does():
         source.record([scored_group(elsewhere, prompt, texts_for(prompt)) for prompt in prompts])
 
 
+def test_a_game_may_score_with_plain_numbers(monkeypatch):
+    made = built(echo())
+    source = made.open_source()
+    monkeypatch.setattr(type(environment_of(source)), "score", lambda _self, _turn, texts: [1, None, 0.5])
+    assert rewards_of([scored_group(made, source.next(1)[0], WORDS)]) == [[1.0, None, 0.5]]
+
+
 def test_games_and_tasks_are_mixed_by_weight_and_each_keeps_its_groups():
     made = built({"type": "task", "name": "sorting"}, echo({"weight": 3.0}, games=9, pays=1.0))
     source = made.open_source()
