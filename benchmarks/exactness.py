@@ -51,7 +51,7 @@ OPERATORS = (
     "mlp.down_proj",
     "post_feedforward_layernorm",
 )
-"""Names of the engine's modules in a layer, in the order of the forward pass. rotation is the input of attn."""
+"""Names of the engine's modules in a layer, in the order of the forward pass. rotation: the queries that attn reads."""
 PARTS = {
     "self_attn.q_proj": "self_attn.qkv_proj",
     "self_attn.k_proj": "self_attn.qkv_proj",
@@ -171,7 +171,7 @@ def record_engine(model: nn.Module, outputs: Outputs) -> list[Any]:
         hooks.append(module.register_forward_hook(partial(keep_decoded, outputs[layer, operator])))
         if operator == "self_attn.attn":
             rotated = outputs[layer, "self_attn.rotation"]
-            hooks.append(module.register_forward_pre_hook(partial(keep_inputs, rotated, 2)))
+            hooks.append(module.register_forward_pre_hook(partial(keep_inputs, rotated, 1)))
         if operator == "mlp.down_proj":
             hooks.append(module.register_forward_pre_hook(partial(keep_inputs, outputs[layer, INPUTS[operator]], 1)))
     return hooks
@@ -189,26 +189,25 @@ def record_policy(model: nn.Module, outputs: Outputs) -> list[Any]:
             hooks.append(module.register_forward_hook(partial(keep_output, kept)))
         if operator in INPUTS:
             hooks.append(module.register_forward_pre_hook(partial(keep_inputs, outputs[layer, INPUTS[operator]], 1)))
-    hooks.append(RecordedRotations(outputs))
+    hooks.append(RecordedQueries(outputs))
     return hooks
 
 
-class RecordedRotations:
-    """Records rotated queries and keys, which are no output of a module of the policy, until `remove`."""
+class RecordedQueries:
+    """Records rotated queries, which are no output of a module of the policy, until `remove`."""
 
     def __init__(self, outputs: Outputs) -> None:
-        self._rotated, self._layer = exact._rotated, 0
+        self._attend, self._layer = exact._attend, 0
         self._outputs = outputs
-        exact._rotated = self  # pyrefly: ignore[bad-assignment]  (a plain function there)
+        exact._attend = self  # pyrefly: ignore[bad-assignment]  (a plain function there)
 
-    def __call__(self, *arguments: Any) -> tuple[Tensor, Tensor]:
-        rotated = self._rotated(*arguments)
-        self._outputs[self._layer, "self_attn.rotation"].append(torch.cat([rows_of(heads) for heads in rotated], -1))
+    def __call__(self, query: Tensor, *arguments: Any) -> Tensor:
+        self._outputs[self._layer, "self_attn.rotation"].append(rows_of(query))
         self._layer += 1
-        return rotated
+        return self._attend(query, *arguments)
 
     def remove(self) -> None:
-        exact._rotated = self._rotated
+        exact._attend = self._attend
 
 
 def layer_and_operator(name: str) -> tuple[int, str] | None:

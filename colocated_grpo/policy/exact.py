@@ -30,6 +30,8 @@ from colocated_grpo.runtime import rows
 
 PAGE = 16
 """Keys of a page in windowed layers."""
+Rotary = tuple[Tensor, Tensor, Tensor]
+"""Positions [T], the table of cosines and sines, and that of the inverse rotation, both [positions, D]."""
 
 
 def use_exact_operators(model: PackedLM) -> None:
@@ -45,7 +47,7 @@ def use_exact_operators(model: PackedLM) -> None:
         elif isinstance(module, nn.Linear):
             module.forward = partial(_linear, module)
         elif kind.endswith("RMSNorm"):
-            module.forward = partial(_norm, module, offset, name.endswith(("q_norm", "k_norm")))
+            module.forward = partial(_norm, module, offset)
         elif kind.endswith("MLP"):
             module.forward = partial(_mlp, module, gelu)
         elif kind.endswith("RotaryEmbedding"):
@@ -64,6 +66,12 @@ def _kernels() -> ModuleType:
     from colocated_grpo.runtime import row_kernels  # CPU builds of torch may lack Triton
 
     return row_kernels
+
+
+def _normalize(*arguments: Any) -> Tensor:
+    from colocated_grpo.runtime.norm_kernels import Normalize
+
+    return Normalize.apply(*arguments)
 
 
 def _linear(module: nn.Linear, x: Tensor) -> Tensor:
@@ -117,13 +125,14 @@ def _compiled(function: Any) -> Any:
     return torch.compile(function, dynamic=True)
 
 
-def _norm(module: Any, offset: float, of_heads: bool, x: Tensor) -> Tensor:
-    """Normalise hidden states [1, T, I], or heads [T, H, D], in the shapes in which the engine's kernel gets them."""
-    settings = {"epsilon": module.eps if hasattr(module, "eps") else module.variance_epsilon, "offset": offset}
-    if not x.is_cuda:
-        return plain_norm(x, module.weight, **settings)
-    plain, kernel = (partial(each, **settings) for each in (_compiled(plain_norm), _kernels().rms_norm))
-    return _ByKernel.apply(kernel, plain, x if of_heads else x[0], module.weight).view(x.shape)
+def _norm(module: Any, offset: float, x: Tensor, rotation: Rotary | None = None) -> Tensor:
+    """Normalise hidden states [1, T, I], or normalise and rotate heads [T, H, D]."""
+    epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    if x.is_cuda:
+        rows_or_heads, rotary = (x.squeeze(0), (None, None)) if rotation is None else (x, rotation[:2])
+        return _normalize(rows_or_heads, module.weight, epsilon, offset, *rotary).view(x.shape)
+    normalised = plain_norm(x, module.weight, epsilon, offset)
+    return normalised if rotation is None else _rotated(normalised, rotation)
 
 
 def plain_norm(x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
@@ -136,7 +145,7 @@ def _mlp(module: Any, gelu: bool, x: Tensor) -> Tensor:
     if not x.is_cuda:
         return module.down_proj(plain_gated(gate, up, gelu=gelu))
     plain, kernel = (partial(each, gelu=gelu) for each in (_compiled(plain_gated), _kernels().gated))
-    return module.down_proj(_ByKernel.apply(kernel, plain, gate[0], up[0])[None])
+    return module.down_proj(_ByKernel.apply(kernel, plain, gate, up))
 
 
 def plain_gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
@@ -155,8 +164,7 @@ class RotaryTables:
         self._config = config
         self._tables: dict[str | None, tuple[Tensor, Tensor]] = {}
 
-    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, ...]:
-        """Return positions [T], the table, and the table of the inverse rotation, both [positions, D]."""
+    def __call__(self, x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> Rotary:
         if layer_type not in self._tables:
             cos, sin = rotary_table(self._config, layer_type, x.device, x.dtype).chunk(2, dim=-1)
             self._tables[layer_type] = torch.cat([cos, sin], -1), torch.cat([cos, -sin], -1)
@@ -182,46 +190,51 @@ def rotary_table(config: PretrainedConfig, layer_type: str | None, device: torch
         torch.set_float32_matmul_precision(precision)
 
 
+def _rotated(heads_THD: Tensor, rotation: Rotary) -> Tensor:
+    if heads_THD.is_cuda:
+        return _normalize(heads_THD, None, 0.0, 0.0, *rotation[:2])
+    return _Rotation.apply(heads_THD, *rotation)
+
+
 class _Rotation(torch.autograd.Function):
+    """vLLM's operator for CPUs."""
+
     @staticmethod
-    def forward(
-        ctx: Any, query_THD: Tensor, key_TKD: Tensor, positions_T: Tensor, table: Tensor, inverse: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def forward(ctx: Any, heads_THD: Tensor, positions_T: Tensor, table: Tensor, inverse: Tensor) -> Tensor:
         ctx.save_for_backward(positions_T, inverse)
-        return _rotated(query_THD, key_TKD, positions_T, table)
+        return _rotate(heads_THD, positions_T, table)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
-    def backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
-        positions_T, inverse = ctx.saved_tensors
-        return *_rotated(grad_query, grad_key, positions_T, inverse), None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _rotate(grad, *ctx.saved_tensors), None, None, None
 
 
-def _rotated(query_THD: Tensor, key_TKD: Tensor, positions_T: Tensor, table: Tensor) -> tuple[Tensor, Tensor]:
+def _rotate(heads_THD: Tensor, positions_T: Tensor, table: Tensor) -> Tensor:
     from vllm import _custom_ops as ops
 
-    query_THD, key_TKD = (heads.clone(memory_format=torch.contiguous_format) for heads in (query_THD, key_TKD))
-    size = query_THD.shape[-1]
-    ops.rotary_embedding(positions_T, query_THD.flatten(1), key_TKD.flatten(1), size, table, True)  # in place
-    return query_THD, key_TKD
+    heads_THD = heads_THD.clone(memory_format=torch.contiguous_format)
+    ops.rotary_embedding(positions_T, heads_THD.flatten(1), None, heads_THD.shape[-1], table, True)  # in place
+    return heads_THD
 
 
 def _attention(
     module: Any,
     hidden_states: Tensor,
-    position_embeddings: tuple[Tensor, Tensor, Tensor],
+    position_embeddings: Rotary,
     attention_mask: None = None,
     past_key_values: None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Replaces the forward of transformers' attention modules; the arguments are theirs."""
     query, key, value = (
-        project(hidden_states)[0].unflatten(-1, (-1, module.head_dim))
+        project(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
         for project in (module.q_proj, module.k_proj, module.v_proj)
     )
     if hasattr(module, "q_norm"):
-        query, key = module.q_norm(query), module.k_norm(key)
-    query, key = _Rotation.apply(query, key, *position_embeddings)
+        query, key = module.q_norm(query, position_embeddings), module.k_norm(key, position_embeddings)
+    else:
+        query, key = (_rotated(heads, position_embeddings) for heads in (query, key))
     window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
     query, key, value = (heads.transpose(0, 1)[None] for heads in (query, key, value))
     settings = {"scaling": module.scaling, "sliding_window": window, "kernel": _attend}

@@ -1,8 +1,9 @@
-"""Triton kernels of rows: matrix product, RMS norm and gated activation, and sums of the gradients of shared keys.
+"""Triton kernels of rows: matrix product and gated activation, and sums of the gradients of shared keys.
 
-With `numerics: exact` on GPUs, engine and policy call the first three. The result of a row then has the same bits in a
-decode step of one token and in a training batch of many thousand: each row is reduced in an order that only the number
-of its columns decides. Launch settings that change this order must therefore never depend on the number of rows.
+With `numerics: exact` on GPUs, engine and policy call the first two and those of `norm_kernels.py`. The result of a row
+then has the same bits in a decode step of one token and in a training batch of many thousand: each row is reduced in an
+order that only the number of its columns decides. Launch settings that change this order must therefore never depend on
+the number of rows.
 
 Shapes: T rows, I input features, O output features, H hidden size, V vocabulary.
 """
@@ -20,8 +21,6 @@ from colocated_grpo.runtime.triton_jit import jit
 
 WIDEST_SUM = 4096
 """Columns of a row that one program of `sum_keys` adds."""
-WIDEST_WARP = 512
-"""Columns of a row that one warp reduces."""
 
 
 class Tile(NamedTuple):
@@ -80,7 +79,7 @@ def _launch(x_TI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, out_TO: Tens
     if not rows:
         return
     bias = weight_OI if bias_O is None else bias_O
-    matrices, processors = (x_TI, weight_OI, out_TO), _processors(x_TI.device)
+    matrices, processors = (x_TI, weight_OI, out_TO), num_processors(x_TI.device)
     tile = tile or _fastest_tile(rows, columns, processors)
     # Making descriptors takes the host longer than a small product. A CUDA graph makes them once.
     is_worth_it = rows * columns * depth > LARGE or (x_TI.is_cuda and torch.cuda.is_current_stream_capturing())
@@ -121,7 +120,7 @@ def _fastest_tile(rows: int, columns: int, processors: int) -> Tile:
 
 
 @cache
-def _processors(device: torch.device) -> int:
+def num_processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
 
 
@@ -182,49 +181,6 @@ def _matmul(
         total += tl.load(bias + column, mask=column < columns, other=0.0).to(tl.float32)[None, :]
     at = out + row.to(tl.int64)[:, None] * out_row + column[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
-
-
-def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float, offset: float, residual: Tensor | None = None) -> Tensor:
-    """Return x / rms(x) * (weight + offset), computed in float32 and rounded once.
-
-    x: [..., H], or [T, heads, H] with any strides but for the last. residual: like x and contiguous; it is added to x
-    before the norm, and overwritten with the rounded sum.
-    """
-    heads = x.shape[-2] if x.dim() == 3 else 1
-    if x.dim() != 3:
-        x = x.reshape(-1, x.shape[-1])
-    assert x.stride(-1) == 1 and (residual is None or residual.is_contiguous())
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    if out.numel():
-        width = triton.next_power_of_2(x.shape[-1])
-        _rms_norm[(out.numel() // x.shape[-1],)](
-            x, out if residual is None else residual, weight_H, out, x.shape[-1], x.stride(0),
-            x.stride(-2), epsilon, offset, HEADS=heads, WIDTH=width, ADD=residual is not None,
-            num_warps=max(1, min(16, width // WIDEST_WARP)),
-        )  # fmt: skip
-    return out
-
-
-@jit
-def _rms_norm(
-    x, residual, weight, out, columns, token_stride, head_stride, epsilon, offset,
-    HEADS: tl.constexpr, WIDTH: tl.constexpr, ADD: tl.constexpr,
-):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, WIDTH)
-    real = column < columns
-    source = x + row // HEADS * token_stride
-    if HEADS > 1:
-        source += row % HEADS * head_stride
-    value = tl.load(source + column, mask=real, other=0.0).to(tl.float32)
-    own = row * columns + column
-    if ADD:
-        value += tl.load(residual + own, mask=real, other=0.0).to(tl.float32)
-        value = value.to(residual.dtype.element_ty).to(tl.float32)
-        tl.store(residual + own, value.to(residual.dtype.element_ty), mask=real)
-    scale = tl.rsqrt(tl.sum(value * value, 0) / columns + epsilon)
-    factor = tl.load(weight + column, mask=real, other=0.0).to(tl.float32) + offset
-    tl.store(out + own, (value * scale * factor).to(out.dtype.element_ty), mask=real)
 
 
 def gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:

@@ -15,7 +15,8 @@ from colocated_grpo.policy import exact
 from colocated_grpo.policy.attention_kernels import Runs
 from colocated_grpo.rollout.vllm.row_operators import make_attention
 from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.row_kernels import matmul, rms_norm
+from colocated_grpo.runtime.norm_kernels import normalize
+from colocated_grpo.runtime.row_kernels import matmul
 from colocated_grpo.settings.exact import EXACT_TYPES
 from colocated_grpo.tracking import files
 from colocated_grpo.types import Completion
@@ -154,11 +155,41 @@ def test_a_row_of_a_product_or_a_norm_does_not_depend_on_the_other_rows(depth):
     x, weight = (torch.randn(n, depth, device="cuda", generator=generator).bfloat16() for n in (5000, 1000))
     residual = torch.randn(x.shape, device="cuda", generator=generator).bfloat16()
     total = x + residual
-    product, norm = matmul(x, weight), rms_norm(total, weight[0], 1e-6, 0.0)
+    product, norm = matmul(x, weight), normalize(total, weight[0], 1e-6, 0.0)
     for rows in (1, 3, 16, 17, 64, 257, 1025, 4096):
         assert torch.equal(matmul(x[:rows], weight), product[:rows])
         assert torch.equal(matmul(x[:rows], weight[128:400]), product[:rows, 128:400])
-        assert torch.equal(rms_norm(x[:rows], weight[0], 1e-6, 0.0, residual[:rows].clone()), norm[:rows])
+        some = normalize(x[:rows], weight[0], 1e-6, 0.0, residual=residual[:rows].clone())
+        assert torch.equal(some, norm[:rows])
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 256), (16, 8, 128), (9, 3, 64)])
+def test_heads_are_normalised_and_rotated_with_the_bits_of_the_engine(heads, kv_heads, size):
+    from vllm import _custom_ops as ops
+
+    from colocated_grpo.rollout.vllm.qkv_kernel import Cache, normalize_rotate_and_store
+    from tests.support.decode_kernels import small_attention
+
+    generator, tokens = torch.Generator("cuda").manual_seed(0), 300
+    attention = small_attention(generator, heads, kv_heads, size)
+    norms, table = (attention.q_norm, attention.k_norm), attention.rotary_emb.cos_sin_cache
+    positions = torch.randint(0, 4096, (tokens,), device="cuda", generator=generator)
+    qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device="cuda", generator=generator).bfloat16()
+    sizes = [heads * size, kv_heads * size, kv_heads * size]
+    parts = [part.unflatten(1, (-1, size)) for part in qkv.clone().split(sizes, 1)]
+    trained = [
+        normalize(part.contiguous(), norm.weight, 1e-6, 0.0, positions, table)
+        for part, norm in zip(parts, norms, strict=False)
+    ]
+    separate = [normalize(part, norm.weight, 1e-6, 0.0) for part, norm in zip(parts, norms, strict=False)]
+    ops.rotary_embedding(positions, *(part.flatten(1) for part in separate), size, table, True)
+    blocks = qkv.new_zeros(tokens // 10, kv_heads, 10, 2 * size)
+    normalize_rotate_and_store(attention, qkv, positions, Cache(blocks, torch.arange(tokens, device="cuda")))
+    cached = blocks.transpose(1, 2).flatten(0, 1)
+    assert torch.equal(trained[0], separate[0])
+    assert torch.equal(trained[0].flatten(1), qkv[:, : heads * size])
+    assert torch.equal(trained[1], separate[1])
+    assert torch.equal(torch.cat([trained[1], parts[2]], -1), cached)
 
 
 @pytest.mark.parametrize("window", [3, 100, 1000])

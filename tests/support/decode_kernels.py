@@ -129,23 +129,25 @@ def assert_greedy_takes_the_likeliest(device: str) -> None:
     assert torch.equal(tokens, logits.argmax(-1))
 
 
-def assert_prepared_as_by_separate_layers(
-    device: str, heads: int, kv_heads: int, size: int, cache_scales: Scales = None
-) -> None:
-    """Queries, keys and values are prepared as by separate layers."""
-
-    class Attention(torch.nn.Module):
-        pass
-
-    generator = torch.Generator(device).manual_seed(0)
-    attention, tokens, padding = Attention(), 37, 3
+def small_attention(generator: torch.Generator, heads: int, kv_heads: int, size: int) -> torch.nn.Module:
+    """Return what `qkv_kernel` reads of an attention module of vLLM, with random norms."""
+    attention, device = torch.nn.Module(), generator.device
     attention.num_heads, attention.num_kv_heads, attention.head_dim = heads, kv_heads, size
-    with set_current_vllm_config(VllmConfig()), torch.device(device):
+    with set_current_vllm_config(VllmConfig()), device:
         attention.q_norm, attention.k_norm = (RMSNorm(size, eps=1e-6, dtype=torch.bfloat16) for _ in range(2))
         rope = {"rope_type": "default", "rope_theta": 1e6}
         attention.rotary_emb = get_rope(size, max_position=4096, rope_parameters=rope, dtype=torch.bfloat16)
     for norm in (attention.q_norm, attention.k_norm):
         norm.weight.data.normal_(1.0, 0.2, generator=generator)
+    return attention
+
+
+def assert_prepared_as_by_separate_layers(
+    device: str, heads: int, kv_heads: int, size: int, cache_scales: Scales = None
+) -> None:
+    """Queries, keys and values are prepared as by separate layers."""
+    generator = torch.Generator(device).manual_seed(0)
+    attention, tokens, padding = small_attention(generator, heads, kv_heads, size), 37, 3
     positions = torch.randint(0, 4096, (tokens,), device=device, generator=generator)
     qkv = torch.randn(tokens, (heads + 2 * kv_heads) * size, device=device, generator=generator).bfloat16()
     assert suits(attention, positions, qkv)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from random import Random
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, Item, Items, ItemStream
 from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
@@ -46,7 +46,7 @@ class TurnScorer:
         return scores
 
 
-def _as_result(outcome: object) -> object:
+def _as_result(outcome: Any) -> object:
     """Return what a task's score() would return: a dict of parts, or the number or None that a game returned."""
     return {**outcome.parts, "reward": outcome.reward} if hasattr(outcome, "parts") else outcome
 

@@ -163,12 +163,6 @@ FREE_REQUEST = Patch(
 )
 
 
-def _decode_kernel(target: str, factory: str, cures: str) -> Patch:
-    """Return a row of `numerics: fast`: the kernel's results depend on the batch. factory: 'module.function'."""
-    make = kernel(*factory.split("."))
-    return Patch(target=target, make=make, cures=cures, devices=("cuda",), numerics=("fast",))
-
-
 def _row_operator(target: str, make: Make, device: Device = "cuda") -> Patch:
     """Return a row of `numerics: exact`."""
     return Patch(
@@ -261,10 +255,12 @@ PATCHES: tuple[Patch, ...] = (
         versions=SpecifierSet(">=0.26,<0.27"),
         devices=("cuda",),
     ),
-    _decode_kernel(
-        "vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
-        "decode_attention.make_attention",
-        "FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
+    Patch(  # fast only: the kernel's results depend on the batch
+        target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
+        make=kernel("decode_attention", "make_attention"),
+        cures="FlashAttention 3 splits each sequence over the device, which is slow for large batches of one token",
+        devices=("cuda",),
+        numerics=("fast",),
     ),
     Patch(
         target="vllm.v1.attention.backends.flash_attn:flash_attn_supports_quant_query_input",
@@ -274,10 +270,11 @@ PATCHES: tuple[Patch, ...] = (
         numerics=("fast",),
     ),
     *(
-        _decode_kernel(
-            f"vllm.model_executor.models.{attention}.forward",
-            "qkv_kernel.make_forward",
-            "four kernel launches a layer between the projections and attention",
+        Patch(
+            target=f"vllm.model_executor.models.{attention}.forward",
+            make=kernel("qkv_kernel", "make_forward"),
+            cures="four kernel launches a layer between the projections and attention",
+            devices=("cuda",),
         )
         for attention in ("qwen3:Qwen3Attention", "qwen3_moe:Qwen3MoeAttention")
     ),

@@ -1,8 +1,8 @@
 """One Triton kernel for the steps between the QKV projection and attention: norms, rotation, cache write.
 
 For models that normalise and rotate each head (Qwen3 and Qwen3-MoE) vLLM launches four kernels in each layer: two
-norms, one rotation, one cache write. This kernel reads and writes every number once. Times:
-docs/results/decode_launches_1xh200.json.
+norms, one rotation, one cache write. This kernel reads and writes every number once, and rounds where those four do.
+Times: docs/results/decode_launches_1xh200.json.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from colocated_grpo.rollout.vllm.decode_attention import FP8
+from colocated_grpo.runtime.norm_kernels import inverse_rms, load, rotated
 from colocated_grpo.runtime.triton_jit import jit
 
 HEAD_SIZES = (64, 128, 256)
@@ -112,6 +113,7 @@ def _prepare(
     QUANTIZED: tl.constexpr,
 ):  # fmt: skip
     HALF: tl.constexpr = SIZE // 2
+    dtype = qkv.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     row = tl.arange(0, ROWS)[:, None]  # heads: queries, keys, values
     column = tl.arange(0, HALF)[None, :]
@@ -119,20 +121,17 @@ def _prepare(
     is_value = row >= QUERIES + KEYS
     real = row < QUERIES + 2 * KEYS
     at = qkv + token * token_stride + row * SIZE + column
-    left = tl.load(at, mask=real, other=0.0).to(tl.float32)
-    right = tl.load(at + HALF, mask=real, other=0.0).to(tl.float32)
+    left, right = load(at, HALF, real)
 
-    square = (tl.sum(left * left, 1) + tl.sum(right * right, 1)) / SIZE
-    scale = tl.rsqrt(square + epsilon)[:, None]
+    scale = inverse_rms(left, right, epsilon, SIZE)
     weight_left = tl.where(is_query, tl.load(query_weight + column), tl.load(key_weight + column))
     weight_right = tl.where(is_query, tl.load(query_weight + HALF + column), tl.load(key_weight + HALF + column))
-    x = left * scale * weight_left.to(tl.float32)
-    y = right * scale * weight_right.to(tl.float32)
+    x = (left * scale * weight_left.to(tl.float32)).to(dtype).to(tl.float32)
+    y = (right * scale * weight_right.to(tl.float32)).to(dtype).to(tl.float32)
 
-    angle = cos_sin + tl.load(positions + token) * SIZE + column
-    cos, sin = tl.load(angle).to(tl.float32), tl.load(angle + HALF).to(tl.float32)
-    left = tl.where(is_value, left, x * cos - y * sin).to(qkv.dtype.element_ty)
-    right = tl.where(is_value, right, y * cos + x * sin).to(qkv.dtype.element_ty)
+    cos, sin = load(cos_sin + tl.load(positions + token) * SIZE + column, HALF, column < HALF)
+    x, y = rotated(x, y, cos, sin)
+    left, right = tl.where(is_value, left, x).to(dtype), tl.where(is_value, right, y).to(dtype)
     tl.store(at, left, mask=is_query)
     tl.store(at + HALF, right, mask=is_query)
 

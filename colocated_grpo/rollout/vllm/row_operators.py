@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from colocated_grpo.runtime.row_kernels import gated, logits, matmul, rms_norm
+from colocated_grpo.runtime.norm_kernels import normalize
+from colocated_grpo.runtime.row_kernels import gated, logits, matmul
 from colocated_grpo.runtime.rows import SEQUENCES, exceeds, fixed_tiles, single_queries
 
 Count = Callable[[], None]
@@ -33,7 +34,7 @@ them to float32 first."""
 def _make_norm(offset: float, _original: object, count_use: Count) -> Callable[..., Tensor | tuple[Tensor, Tensor]]:
     def forward(layer: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         count_use()
-        out = rms_norm(x, layer.weight, layer.variance_epsilon, offset, residual)
+        out = normalize(x, layer.weight, layer.variance_epsilon, offset, residual=residual)
         return out if residual is None else (out, residual)
 
     return forward

@@ -138,7 +138,8 @@ from itertools import product
 import torch
 from colocated_grpo.policy import exact
 from colocated_grpo.runtime import row_kernels
-from colocated_grpo.runtime.row_kernels import Tile, gated, logits, matmul, rms_norm
+from colocated_grpo.runtime.norm_kernels import Normalize, normalize
+from colocated_grpo.runtime.row_kernels import Tile, gated, logits, matmul
 
 torch.manual_seed(0)
 tiles = Tile(16, 64, 32, 4, 2), Tile(64, 128, 32, 4, 2), Tile(64, 256, 32, 4, 2), None
@@ -157,13 +158,34 @@ for dtype, error in ((torch.float32, 1e-5), (torch.float16, 2e-2)):  # the inter
     assert logits(x, weight).dtype == torch.float32
 
     heads, norm = make(9, 6, 36), make(36)
-    normalised = rms_norm(heads, norm, 1e-5, 1.0)
+    normalised = normalize(heads, norm, 1e-5, 1.0)
     close(normalised, exact.plain_norm(heads, norm, 1e-5, 1.0))
-    assert torch.equal(rms_norm(heads[:, 2:4], norm, 1e-5, 1.0), normalised[:, 2:4])
+    assert torch.equal(normalize(heads[:, 2:4], norm, 1e-5, 1.0), normalised[:, 2:4])
     hidden, residual = make(9, 36), make(9, 36)
     total = hidden + residual
-    assert torch.equal(rms_norm(hidden, norm, 1e-5, 0.0, residual), rms_norm(total, norm, 1e-5, 0.0))
+    assert torch.equal(normalize(hidden, norm, 1e-5, 0.0, residual=residual), normalize(total, norm, 1e-5, 0.0))
     assert torch.equal(residual, total)
+
+    angles, positions = torch.randn(50, 18), torch.randint(0, 50, (9,))
+    table = torch.cat([angles.cos(), angles.sin()], 1).to(dtype)
+    cos, sin = table[positions, None].chunk(2, -1)
+    def turned(x):
+        left, right = x.chunk(2, -1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], -1)
+    rotation = None, 0.0, 0.0, positions, table
+    assert torch.equal(normalize(heads, norm, 1e-5, 1.0, positions, table), normalize(normalised, *rotation))
+    cases = (
+        (heads, norm, lambda x, w: turned(exact.plain_norm(x, w, 1e-5, 1.0)), (1e-5, 1.0, positions, table)),
+        (make(300, 36), norm, lambda x, w: exact.plain_norm(x, w, 1e-5, 0.0), (1e-5, 0.0, None, None)),
+        (heads, None, lambda x: turned(x), rotation[1:]),
+    )
+    for x, weight, plain, settings in cases:
+        leaves = [tensor.requires_grad_() for tensor in (x, weight) if tensor is not None]
+        expected, out = plain(*leaves), Normalize.apply(x, weight, *settings)
+        close(out, expected)
+        grad = torch.randn_like(expected)
+        for actual, gradient in zip(*(torch.autograd.grad(each, leaves, grad) for each in (out, expected))):
+            torch.testing.assert_close(actual, gradient, rtol=error, atol=30 * error)
 
     gate, up = make(9, 90).chunk(2, -1)
     for gelu in (False, True):
