@@ -12,6 +12,7 @@ from colocated_grpo.environments.rewards.functions import RewardScorer, build_re
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, SequenceStream, UnsolvedItems
 from colocated_grpo.environments.user_code.loading import unique_names
+from colocated_grpo.settings.base import without_folder
 from colocated_grpo.settings import evaluation, generation, sources
 from colocated_grpo.settings.schema import AtroposSourceConfig, Config, LossConfig, TurnsSourceConfig
 from colocated_grpo.types import Prompt
@@ -123,8 +124,9 @@ def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
     """Resolve names and import user code, except filters of rows; read no data. Raises EnvironmentSetupError."""
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{evaluation.PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
-    # Scorers and stream positions are stored by name.
-    names = unique_names([*sets, *(entry.name for entry in entries)], "#")[len(sets) :]
+    # Scorers and stream positions are stored by name. The folder of a file is no part of it: a resumed run has absolute
+    # paths, and its files may have moved.
+    names = unique_names((without_folder(entry.name) for entry in entries), "#")
     trained = dict(zip(names, entries, strict=True))
     variables = config.model.chat_template_kwargs
     for name in variables:

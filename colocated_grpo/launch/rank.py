@@ -12,6 +12,7 @@ from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import distributed, run_folder, user_code, verdict
 from colocated_grpo.runtime.joining import Joined
+from colocated_grpo.settings.base import SAVED
 from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking.ending import RunOutput
@@ -128,7 +129,7 @@ def train_on(
         except BaseException:
             run_folder.remove_if_unused(folder)
             raise
-        settings, transcript = run.config.model_dump(mode="json"), ChatCodec(run.tokenizer).transcript
+        settings, transcript = run.config.model_dump(mode="json", context=SAVED), ChatCodec(run.tokenizer).transcript
         verdict.leave(training=True)
         on_start()
         run.tracker.start(settings, describe(run), run.start, transcript)

@@ -1,11 +1,11 @@
 """Operators of `numerics: exact`: the policy's forward pass computes the bits that the engine computed while decoding.
 
-Both call the kernels of `runtime/row_kernels.py` and `logit_kernels.py`, and vLLM's own for rotation and attention.
+Both call the kernels of `runtime/row_kernels.py`, `norm_kernels.py` and `logit_kernels.py`, and vLLM's own for attention.
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
 On CPUs, in float32, `runtime/rows.py` has those of matrix products and attention, the two that depend on the number
-of rows there; the others are plain torch, which computes what the engine's operators compute.
+of rows there; rotations are vLLM's operator, and the others plain torch, which computes what the engine computes.
 
 Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size, I input features, O output features,
 C tokens of one chunk, V vocabulary.

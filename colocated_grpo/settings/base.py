@@ -6,7 +6,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, ValidationInfo
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainSerializer,
+    PrivateAttr,
+    SerializationInfo,
+    ValidationInfo,
+)
 
 from colocated_grpo.types import JsonObject
 
@@ -44,7 +54,7 @@ def names_code(name: str) -> bool:
 def find_file(name: str, info: ValidationInfo) -> str:
     """Return the path of a file: `name` itself, or its path in the config's folder if the file exists only there."""
     here = os.path.expanduser(name)
-    file, colon, wanted = here.rpartition(":") if names_code(here) else (here, "", "")
+    file, rest = _file_of(here)
     context = info.context
     if not isinstance(context, ConfigFolder) or name in context.typed or name in (INITIAL, DEFAULT_INIT):
         return here
@@ -52,7 +62,7 @@ def find_file(name: str, info: ValidationInfo) -> str:
     if os.path.isabs(file) or not os.path.exists(beside):
         return here
     if not os.path.exists(file):
-        return f"{beside}{colon}{wanted}"
+        return f"{beside}{rest}"
     if beside.samefile(file):
         return here
     raise ValueError(
@@ -60,11 +70,38 @@ def find_file(name: str, info: ValidationInfo) -> str:
     )
 
 
+def _file_of(name: str) -> tuple[str, str]:
+    """Split 'path/to/file.py:object' into the path and ':object'; the second part of other names is empty."""
+    file = name.rpartition(":")[0] if names_code(name) else name
+    return file, name[len(file) :]
+
+
+def without_folder(name: str) -> str:
+    """Return the last part of a path that exists; other names, such as those of datasets on the Hub, unchanged."""
+    file, rest = _file_of(name)
+    return os.path.basename(os.path.normpath(file)) + rest if os.path.exists(file) else name
+
+
+SAVED = "saved"
+"""Context with which settings are written for a later run, which may start in another folder."""
+
+
+def _absolute(name: str, info: SerializationInfo) -> str:
+    """Return the absolute path of a file that exists, for settings to be saved."""
+    file, rest = _file_of(name)
+    known = name not in (INITIAL, DEFAULT_INIT) and os.path.exists(file)
+    return os.path.abspath(file) + rest if info.context == SAVED and known else name
+
+
 FileName = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path of a file or folder. A leading ~ is expanded here, because no shell expands the ~ of a YAML file."""
-InputFile = Annotated[str, AfterValidator(find_file)]
+InputFile = Annotated[str, AfterValidator(find_file), PlainSerializer(_absolute)]
 """Path of an input file. The file may be in the config's folder. Text that does not name a file is unchanged."""
-CodeName = Annotated[str, AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name)]
+CodeName = Annotated[
+    str,
+    AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name),
+    PlainSerializer(lambda name, info: _absolute(name, info) if "/" in name or names_code(name) else name),
+]
 """Name of built-in or installed code, or of user code in a file. The file may be in the config's folder."""
 
 SET_BY_THE_RUN = frozenset(

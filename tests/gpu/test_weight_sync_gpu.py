@@ -73,7 +73,7 @@ def opposed(world: World, folder: Path, weights: str) -> dict[str, Any]:
     with pair.opponent.plays():
         facts["opponent"] = pair.engine_logprobs()
     facts["after"] = pair.engine_logprobs()
-    facts["devices"] = {local_part(weight).device.type for weight in pair.opponent.parameters.values()}
+    facts["devices"] = {local_part(weight).device.type for weight in pair.opponent.into_engine.parameters.values()}
     pair.engine.close()
     return facts
 

@@ -88,7 +88,7 @@ def test_a_note_says_if_too_few_rows_leave_none_held_out(tmp_path, rows, fields,
     path = write(tmp_path / "rows.jsonl", ROWS[:rows])
     lines = []
     draw_evaluated(EvaluationConfig(every=every), environments(path, **{"held_out": None} | fields), lines.append)
-    line = f"environments '{path}': none of 9 rows is held out for evaluation; set held_out or eval_split"
+    line = f"environments '{path.name}': none of 9 rows is held out for evaluation; set held_out or eval_split"
     assert lines == [line] * noted
 
 
@@ -309,8 +309,8 @@ def test_empty_lines_of_a_csv_file_are_skipped(tmp_path):
 def test_a_resume_with_another_number_of_rows_is_rejected(tmp_path, file):
     state = environments(file).open_source().state_dict()
     shorter = environments(write(tmp_path / "short.jsonl", ROWS[:8])).open_source()
-    state["streams"] = {str(tmp_path / "short.jsonl"): state["streams"][str(file)]}
-    state["counts"] = {str(tmp_path / "short.jsonl"): 0}
+    state["streams"] = {"short.jsonl": state["streams"][file.name]}
+    state["counts"] = {"short.jsonl": 0}
     with pytest.raises(EnvironmentSetupError, match="saved with 7 training rows and there are 5 now"):
         shorter.load_state_dict(state)
 

@@ -144,7 +144,7 @@ def test_messages_that_the_chat_template_rejects_raise_one_line(tmp_path):
     with pytest.raises(EnvironmentSetupError) as error:
         environments(entry, tokenizer=strict).open_source().next(1)
     assert str(error.value) == (
-        f"environments {entry['name']!r}: the chat template rejects a prompt that ends with "
+        "environments 'my_task.py:Mine': the chat template rejects a prompt that ends with "
         "{'role': 'user', 'content': 'hi'}: "
         "TemplateError: roles must alternate"
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
@@ -11,6 +12,8 @@ from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.build import BUILDERS, build_environments
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.environments.user_code.loading import construct
+from colocated_grpo.settings.base import SAVED
+from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.make_model import build_char_tokenizer
 
@@ -38,24 +41,28 @@ def test_every_type_of_source_has_a_builder():
     assert {*BUILDERS, "atropos"} == set(types)
 
 
-def test_a_trained_folder_and_an_evaluation_set_of_one_name_are_kept_apart(tmp_path, monkeypatch):
+def test_a_run_finds_its_files_from_another_folder_and_continues_its_streams(tmp_path, monkeypatch):
+    work, run = tmp_path / "work", tmp_path / "run"
+    for folder in (work / "data", run):
+        folder.mkdir(parents=True)
+    (work / "data/rows.jsonl").write_text('{"prompt": "p", "answer": "a"}\n' * 9)
+    (work / "rewards.py").write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
+    entry = {"type": "dataset", "name": "data/rows.jsonl", "rewards": ["rewards.py:right", "exact_match"]}
+    (work / "exact_match").write_text("no reward of this run")
+    monkeypatch.chdir(work)
+    config = Config.model_validate({"model": {"name": "org/model"}, "environments": [entry]})
+    (run / "config.yaml").write_text(json.dumps(config.model_dump(mode="json", context=SAVED)))
+    source = build_environments(config, build_char_tokenizer()).open_source()
+    source.next(2)
+
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "eval").mkdir()
-    for name, answer in (("eval/own.jsonl", "trained"), ("set.jsonl", "evaluated")):
-        (tmp_path / name).write_text(f'{{"prompt": "p", "answer": "{answer}"}}\n' * 2)
-    entry = {"type": "dataset", "name": "eval/own.jsonl", "rewards": ["exact_match"], "held_out": 0}
-    source = {"name": "set.jsonl", "rewards": ["exact_match"]}
-    config = Config.model_validate(
-        {
-            "model": {"name": "x"},
-            "environments": [entry],
-            "evaluation": {"sets": [{"name": "own.jsonl", "source": source}]},
-        }
-    )
-    made = build_environments(config, build_char_tokenizer())
-    [trained], [held, _] = made.open_source().next(1), made.evaluated(made.sets[0], None, 0)[0]
-    assert (trained.source, trained.item["answer"]) == ("eval/own.jsonl#2", "trained")
-    assert (held.source, held.item["answer"]) == ("eval/own.jsonl", "evaluated")
+    again = load_config("run/config.yaml")
+    [environment] = again.environments
+    assert (again.model.name, environment.name) == ("org/model", str(work / "data/rows.jsonl"))
+    assert [reward.name for reward in environment.rewards] == [f"{work}/rewards.py:right", "exact_match"]
+    continued = build_environments(again, build_char_tokenizer()).open_source()
+    continued.load_state_dict(source.state_dict())
+    assert continued.next(1)[0].source == "rows.jsonl"
 
 
 def test_an_error_of_a_class_shows_no_secret_arguments():

@@ -83,7 +83,7 @@ def test_held_out_rows_are_filtered_too_and_the_log_counts_and_names_what_is_lef
     open_source(made, lines.append)
     assert [len(prompt.item["prompt"]) for prompt in made.held_out(9)] == [2, 5]
     assert lines == [
-        f"environments '{data}': 'train': 3 of 12 rows are kept; left out: "
+        f"environments '{data.name}': 'train': 3 of 12 rows are kept; left out: "
         f"9 by filter {code}:graded_and_short (rows 2, 3, 5, ...)"
     ]
     everything = environments(entry(data, filter=f"{code}:all_rows"))
