@@ -1,6 +1,5 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
-import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +21,7 @@ from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
 from colocated_grpo.settings.exact import check_exact
-from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, fits, free_disk, gib, memory_fix
+from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, disk_notes, fits, gib, memory_fix
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import without_middle
 from colocated_grpo.types import Completion, Prompt, Score
@@ -64,13 +63,12 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         fetched = checkpoint_files.fetch_tokenizer(reference)
         model_loader.check_model(reference, fetched)
         engines.check_same_vocabulary(reference.name, model_files.load_tokenizer(reference, fetched), tokenizer)
-    environments = build_environments(config, tokenizer)
+    model_config = config_json.read_config_json(config.model)
+    environments = build_environments(config, tokenizer, config_json.text_part(model_config).get("vocab_size"))
     data.import_answers(config.evaluation)
     count = min(config.rollout.prompts_per_step, MOST_PROMPTS)
     prompts = first_prompts(data.open_source(environments, note), count, note) if environments.trained else []
     data.draw_evaluated(config.evaluation, environments, note)
-    model_config = config_json.read_config_json(config.model)
-    check_vocabulary(prompts, config_json.text_part(model_config).get("vocab_size"), config.model.name)
     for line in [*unknown_roles(prompts), *messages_as_text(prompts)]:
         note(line)
     if empty := sum(prompt.answer is not None and not prompt.answer.strip() for prompt in prompts):
@@ -84,8 +82,11 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
     if (sizes := model_sizes.sizes_of(model_config)) is not None:
-        lines.append(show_needs(RunSizes(config, sizes, place), note))
-    return lines
+        run = RunSizes(config, sizes, place)
+        lines.append(show_needs(run, note))
+        for line in disk_notes(run):
+            note(line)
+    return [*lines, "ok: settings, model, data, functions and the first prompts"]
 
 
 def first_prompts(source: BatchSource, count: int, note: Callable[[str], None]) -> list[Prompt]:
@@ -98,30 +99,16 @@ def first_prompts(source: BatchSource, count: int, note: Callable[[str], None]) 
 
 def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:
     """Return memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
-    place, output_dir = run.place, run.config.output_dir
+    place = run.place
     host = psutil.virtual_memory().total * place.nodes // place.ranks
     has_gpu = place.on_gpu and torch.cuda.is_available()
     memory = torch.cuda.get_device_properties(0).total_memory if has_gpu else host
     run = replace(run, place=replace(place, device_bytes=memory))
-    need, space, (folder, free) = run.footprint(), run.run_folder_bytes(), free_disk(output_dir)
+    need, space = run.footprint(), run.run_folder_bytes()
     each = f"{gib(need.training)} while training and {gib(need.generating)} while generating"
     if has_gpu == place.on_gpu and not fits(run, host, FULL):
         note(f"a rank needs at least {each}, and has {gib(memory)} here; use {memory_fix(run, host)}")
-    if not os.access(folder, os.W_OK | os.X_OK):
-        note(f"output_dir={output_dir!r}: {folder} is not a writable folder here")
-    if free < space:
-        note(f"output_dir={output_dir!r}: checkpoints and exports take {gib(space)}; {gib(free)} are free in {folder}")
     return f"  by arithmetic, a rank needs at least {each}; checkpoints and exports take {gib(space)}"
-
-
-def check_vocabulary(prompts: Sequence[Prompt], size: int | None, name: str) -> None:
-    """Raise ConfigError if a prompt has a token that the model's embeddings lack."""
-    largest = max((token for prompt in prompts for token in prompt.token_ids), default=0)
-    if size is not None and largest >= size:
-        raise ConfigError(
-            f"model.name={name!r}: a prompt has token {largest}, and config.json has vocab_size={size}; the tokenizer "
-            "belongs to another model"
-        )
 
 
 def unknown_roles(prompts: Sequence[Prompt]) -> Iterator[str]:

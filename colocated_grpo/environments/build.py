@@ -12,8 +12,8 @@ from colocated_grpo.environments.rewards.functions import RewardScorer, build_re
 from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.streams import GeneratedItems, Mixture, PromptSource, SequenceStream, UnsolvedItems
 from colocated_grpo.environments.user_code.loading import unique_names
-from colocated_grpo.settings.base import without_folder
 from colocated_grpo.settings import evaluation, generation, sources
+from colocated_grpo.settings.base import without_folder
 from colocated_grpo.settings.schema import AtroposSourceConfig, Config, LossConfig, TurnsSourceConfig
 from colocated_grpo.types import Prompt
 
@@ -120,8 +120,13 @@ class _RunValues:
         return OpenEpisodes()
 
 
-def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> Environments:
-    """Resolve names and import user code, except filters of rows; read no data. Raises EnvironmentSetupError."""
+def build_environments(
+    config: Config, tokenizer: "PreTrainedTokenizerBase", vocab_size: int | None = None
+) -> Environments:
+    """Resolve names and import user code, except filters of rows; read no data. Raises EnvironmentSetupError.
+
+    vocab_size: of the model, to check prompts.
+    """
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{evaluation.PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
     # Scorers and stream positions are stored by name. The folder of a file is no part of it: a resumed run has absolute
@@ -144,7 +149,7 @@ def build_environments(config: Config, tokenizer: "PreTrainedTokenizerBase") -> 
         trained=[built[name] for name in trained],
         sets=[built[name] for name in sets],
         weights={name: entry.weight for name, entry in trained.items()},
-        encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens, templates),
+        encoder=PromptEncoder(tokenizer, config.rollout.max_prompt_tokens, templates, vocab_size),
         seed=config.seed,
         skip_solved=config.rollout.skip_solved,
         scorers={name: each.scorer for name, each in built.items() if each.scorer is not None},

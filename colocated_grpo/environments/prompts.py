@@ -140,10 +140,12 @@ class PromptEncoder:
         tokenizer: "PreTrainedTokenizerBase",
         max_prompt_tokens: int,
         templates: Mapping[str, PromptTemplate] = MappingProxyType({}),
+        vocab_size: int | None = None,
     ) -> None:
-        """templates: additions to the chat template, by `Prompt.source`."""
+        """templates: additions to the chat template, by `Prompt.source`. vocab_size: the model's; None: not checked."""
         self.tokenizer = tokenizer
         self._templates = templates
+        self._vocab_size = vocab_size
         self.max_prompt_tokens = max_prompt_tokens
         self._last_dropped = 0
         """Tokens of the last prompt that was dropped after it was rendered."""
@@ -168,6 +170,11 @@ class PromptEncoder:
         if not 1 <= len(token_ids) <= self.max_prompt_tokens:
             self._last_dropped = len(token_ids)
             return None
+        if self._vocab_size is not None and (largest := max(token_ids)) >= self._vocab_size:
+            raise EnvironmentSetupError(
+                f"environments {source!r}: a prompt has token {largest}, and the model's config.json has "
+                f"vocab_size={self._vocab_size}; the tokenizer belongs to another model"
+            )
         return Prompt(
             index=index,
             token_ids=token_ids,

@@ -242,7 +242,7 @@ def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -
         try:
             with verdict.reported_exits():
                 lines = preview(config, place, lambda line: print(f"note: {line}"))
-            print(*lines, "ok: settings, model, data, functions and the first prompts", sep="\n")
+            print(*lines, sep="\n")
         except (ConfigError, RunError) as error:
             problems = str(error).splitlines()
     for line in program.error_text(problems):

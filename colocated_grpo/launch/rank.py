@@ -1,7 +1,7 @@
 """Runs a training run on this rank, from settings to shutdown."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -101,6 +101,17 @@ def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[
     return limits[name], f"{name}={limits[name]:g}"
 
 
+def missing_space(config: Config, world: distributed.World) -> Iterator[str]:
+    """Yield a line if the disk of the run folder has too little space for checkpoints and exports."""
+    from colocated_grpo.settings.config_json import read_config_json
+    from colocated_grpo.settings.model_sizes import sizes_of
+    from colocated_grpo.settings.run_sizes import Placement, RunSizes, disk_notes
+
+    if (sizes := sizes_of(read_config_json(config.model))) is not None:
+        place = Placement(ranks=world.size, on_gpu=world.device.type == "cuda", device_bytes=0)
+        yield from disk_notes(RunSizes(config, sizes, place))
+
+
 def train_on(
     process: RankProcess,
     config: Config,
@@ -123,6 +134,9 @@ def train_on(
             lambda: run_folder.lock_folder(run_folder.choose_run_folder(output_dir, config.run_name, resume, name))
         )
         output.folder = folder
+        if resume is None and world.is_main:
+            for line in missing_space(config, world):
+                output.note(f"note: {line}")
         verdict.leave(folder=str(folder))
         try:
             run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)

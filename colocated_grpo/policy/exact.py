@@ -1,6 +1,6 @@
 """Operators of `numerics: exact`: the policy's forward pass computes the bits that the engine computed while decoding.
 
-Both call the kernels of `runtime/row_kernels.py`, `norm_kernels.py` and `logit_kernels.py`, and vLLM's own for attention.
+Both call the kernels of `runtime/row_kernels.py`, `norm_kernels.py` and `logit_kernels.py`, and vLLM's own attention.
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 

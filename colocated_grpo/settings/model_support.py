@@ -162,8 +162,9 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 def verdict(config_json: Settings) -> str:
     kind = text_part(config_json).get("model_type", "unknown type")
     family = family_of(kind)
-    name = f"{kind}, not among the tested families" if family is None else family.name
-    return f"trains ({name}{left_out(config_json)})"
+    if family is None:
+        return f"{kind} is not among the tested families{left_out(config_json)}"
+    return f"trains ({family.name}{left_out(config_json)})"
 
 
 def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, adapters: bool = False) -> None:

@@ -6,6 +6,7 @@ generates. Activations are counted for the smallest possible micro-batch, with e
 not fit by this arithmetic does not fit at all.
 """
 
+import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -263,11 +264,16 @@ def memory_fix(run: RunSizes, host: int) -> str:
     return " or ".join(fitting) if fitting else "a smaller model, shorter sequences or a GPU with more memory"
 
 
-def free_disk(output_dir: str) -> tuple[Path, int]:
-    """Return the folder that exists, `output_dir` or the nearest one above it, and the free bytes on its disk."""
-    folder = Path(output_dir).absolute()
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    return existing, shutil.disk_usage(existing).free
+def disk_notes(run: RunSizes) -> Iterator[str]:
+    """Yield a line if the run's output cannot be written on this machine, or needs more space than is free."""
+    space, output_dir = run.run_folder_bytes(), run.config.output_dir
+    parents = (Path(output_dir).absolute(), *Path(output_dir).absolute().parents)
+    folder = next(parent for parent in parents if parent.exists())
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK | os.X_OK):
+        yield f"output_dir={output_dir!r}: {folder} is not a writable folder here"
+    if free < space:
+        yield f"output_dir={output_dir!r}: checkpoints and exports take {gib(space)}; {gib(free)} are free in {folder}"
 
 
 def gib(size: float) -> str:

@@ -100,7 +100,8 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
     """
     sources = [f"row {number}" for number in range(len(rows))]
     templates = dict.fromkeys(sources, PromptTemplate(variables=variables))
-    prompts, codec = PromptEncoder(model.tokenizer, limit, templates), ChatCodec(model.tokenizer)
+    prompts = PromptEncoder(model.tokenizer, limit, templates, model.hf_config.vocab_size)
+    codec = ChatCodec(model.tokenizer)
     for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
         fitting = []
         for given, text in completions(row, source):

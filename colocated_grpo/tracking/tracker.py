@@ -14,6 +14,7 @@ from importlib import metadata
 from pathlib import Path
 
 from colocated_grpo.runtime.verdict import STOPPED
+from colocated_grpo.settings.base import without_folder
 from colocated_grpo.settings.errors import masked, masked_arguments
 from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of, lack_of_signal
@@ -85,8 +86,8 @@ def banner_facts(settings: JsonObject, model: str, run_dir: Path) -> dict[str, s
     updates, kl = batch["minibatches"] * batch["epochs"], settings["loss"]["kl"]
     penalty = f", {kl['coef']:g} x KL to {kl['model'] or kl['target']}" if kl["coef"] else ""
     return {
-        "model": f"{settings['model']['name']}: {model}",
-        "environments": ", ".join(environment["name"] for environment in settings["environments"]),
+        "model": f"{without_folder(settings['model']['name'])}: {model}",
+        "environments": ", ".join(without_folder(environment["name"]) for environment in settings["environments"]),
         "steps": (
             f"{settings['training_steps']}, each {rollout['prompts_per_step']} prompts x {rollout['group_size']} "
             f"completions and {updates} optimizer step{'s' if updates > 1 else ''}"

@@ -115,7 +115,7 @@ def test_memory_and_disk_space_are_shown_and_a_lack_of_them_is_noticed(tmp_path,
     needs = (
         r"a rank needs at least \S+ GiB while training and \S+ GiB while generating; checkpoints and exports take \S+"
     )
-    assert re.search(needs, lines[-1])
+    assert re.search(needs, lines[-2])
     assert not [note for note in notes if "output_dir" in note or "a rank needs" in note]
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 20))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=1 << 20))
@@ -179,7 +179,7 @@ def test_tokens_beyond_the_vocabulary_are_found(tmp_path):
     )
     for file in tiny_model().glob("tokenizer*"):
         shutil.copy(file, model)
-    with pytest.raises(ConfigError, match=r"a prompt has token \d+, and config.json has vocab_size=9"):
+    with pytest.raises(ConfigError, match=r"a prompt has token \d+, and the model's config.json has vocab_size=9"):
         shown(tmp_path, model=model)
 
 

@@ -362,7 +362,10 @@ def test_the_run_ends_after_enough_steps_at_the_target_parse_rate():
 def test_records_of_games_name_their_source():
     made = built(echo(length=1))
     [(_, result)] = play(made, made.open_source(), 1, 2)
-    assert [(game["source"], game["game"]) for game in result.games] == [("echo_games.py:Echo", 0), ("echo_games.py:Echo", 1)]
+    assert [(game["source"], game["game"]) for game in result.games] == [
+        ("echo_games.py:Echo", 0),
+        ("echo_games.py:Echo", 1),
+    ]
 
 
 def test_a_failing_score_costs_the_turn_its_reward_and_a_failing_commit_ends_the_run():
