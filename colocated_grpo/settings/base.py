@@ -53,6 +53,8 @@ def names_code(name: str) -> bool:
 
 def find_file(name: str, info: ValidationInfo) -> str:
     """Return the path of a file: `name` itself, or its path in the config's folder if the file exists only there."""
+    if not name:
+        raise ValueError("must be a name")
     here = os.path.expanduser(name)
     file, rest = _file_of(here)
     context = info.context

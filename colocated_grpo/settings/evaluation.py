@@ -43,7 +43,7 @@ class EvaluationSetConfig(Section):
     """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all tokens."""
     every: NonNegative | None = None
     """Steps between evaluations of this set. The set is also evaluated at the start and the end of the run. 0: never;
-    only tools.evaluate uses the set. Default: evaluation.every."""
+    only colocated-grpo evaluate uses the set. Default: evaluation.every."""
     pass_reward: Number = 1.0
     """Minimum reward of a completion that counts as passed in pass@k and maj@k."""
     answer: CodeName | None = None

@@ -61,7 +61,7 @@ class EngineConfig(Section):
     same copy in memory. adapter: the server loads the saved adapter (policy.lora). restart: the server restarts from a
     saved model. No effect with `placement: colocated`."""
     urls: list[Url] = []
-    """Addresses of running servers (python -m colocated_grpo.servers). Empty: the launcher starts them."""
+    """Addresses of running servers (colocated-grpo serve). Empty: the launcher starts them."""
     api_key_variable: str | None = None
     """Name of the environment variable with the API key of the servers."""
     bridge_config: FileName | None = None

@@ -77,7 +77,9 @@ def _parser() -> argparse.ArgumentParser:
 def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model in an engine a rank, and all sets, else held-out prompts. Raises ConfigError."""
     if (path := config_file or subject.run_config) is None:
-        raise ConfigError("--config: required unless MODEL is a run folder; give a file with evaluation.sets")
+        missing = "no such folder; " if subject.model.startswith(("/", ".")) and not Path(subject.model).exists() else ""
+        rule = "a file with evaluation.sets is required unless MODEL is a run folder"
+        raise ConfigError(f"MODEL={subject.model!r}: {missing}--config: {rule}")
     config = read_settings(subject, path, overrides)
     sets = [entry.model_copy(update={"every": 1}) for entry in config.evaluation.sets]
     config = config.with_values("evaluation", sets=sets, every=0 if sets else 1)

@@ -76,6 +76,8 @@ def _placement(options: argparse.Namespace) -> Placement:
         raise ConfigError(f"--gpus={options.gpus}: must be at least 0")
     if options.gpus == 0:
         return Placement(ranks=1, on_gpu=False, device_bytes=psutil.virtual_memory().total)
+    if options.gpu_memory is not None and options.gpu_memory <= 0:
+        raise ConfigError(f"--gpu-memory={options.gpu_memory:g}: must be above 0")
     memory = int((options.gpu_memory or 0) * GIB)
     if not memory:
         gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.policy.model_files import ModelFiles
@@ -33,7 +33,13 @@ CHAT = [
 def texts(row: dict, limit: int = 200, variables: dict | None = None) -> list[tuple[str, str]]:
     """Return the tokens without and with a loss of each rollout of a row, decoded."""
     end = (TOKENIZER.eos_token_id,)
-    model = ModelFiles(folder=Path(), hf_config=None, tokenizer=TOKENIZER, stop_token_ids=end, shape={})
+    model = ModelFiles(
+        folder=Path(),
+        hf_config=PretrainedConfig(vocab_size=len(TOKENIZER)),
+        tokenizer=TOKENIZER,
+        stop_token_ids=end,
+        shape={},
+    )
     parts = []
     for rollout in (each for group in sft.encode([row], model, variables or {}, limit) for each in group.rollouts):
         given, sampled = rollout.token_ids[: rollout.prompt_length], rollout.token_ids[rollout.prompt_length :]
