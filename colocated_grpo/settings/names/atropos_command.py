@@ -11,7 +11,8 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.errors import ConfigError, sections
+from colocated_grpo.settings.config_file import parse_overrides
+from colocated_grpo.settings.errors import ConfigError, dotted, sections
 from colocated_grpo.settings.names import atropos_meanings as means
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
@@ -128,7 +129,7 @@ def read_command(
     command = means.Command(
         given={flag.names[0]: getattr(options, flag.names[0]) for flag in FLAGS if hasattr(options, flag.names[0])},
         defaults={flag.names[0]: flag.default for flag in FLAGS},
-        overrides=rest,
+        overrides={dotted(key): text for key, text in parse_overrides(rest)},
         environment=environment,
         gpus=visible_gpus(environment) if options.gpus is None else options.gpus,
         gpus_chosen=options.gpus is not None,

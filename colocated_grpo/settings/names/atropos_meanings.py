@@ -5,7 +5,7 @@ rule. The first part of this file has the command line and the weight bridge mod
 """
 
 import importlib.util
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -50,8 +50,8 @@ class Command:
     """Values of the flags in this command line, by the first name of each flag."""
     defaults: Mapping[str, object]
     """Values of all flags that have a default in Atropos' trainer."""
-    overrides: Sequence[str]
-    """Arguments after Atropos' flags: settings of this project."""
+    overrides: Mapping[str, str]
+    """Settings of this project in the command line: dotted name -> text."""
     environment: Mapping[str, str]
     gpus: int
     """GPUs of this node: visible, or chosen by --gpus."""
@@ -61,14 +61,6 @@ class Command:
     def value(self, name: str) -> Any:
         """Return the value of a flag: the given value, else the flag's default, else None."""
         return self.given.get(name, self.defaults.get(name))
-
-    def override(self, key: str) -> str | None:
-        """Return the text of an override; None if the key is not overridden."""
-        for index, argument in enumerate(self.overrides):
-            name, has_value, text = argument.partition("=")
-            if name == f"--{key}":
-                return text if has_value else "".join(self.overrides[index + 1 : index + 2])
-        return None
 
     @property
     def mode_name(self) -> str:
@@ -84,7 +76,7 @@ class Command:
     @property
     def server_url(self) -> str | None:
         """Address of a server that already runs; None if the launcher starts a server, or if there is none."""
-        connects = self.mode.server_runs and self.override("engine.placement") != "colocated"
+        connects = self.mode.server_runs and self.overrides.get("engine.placement") != "colocated"
         return f"http://localhost:{self.value('--vllm-port')}" if connects else None
 
 
@@ -334,6 +326,6 @@ def inference_nodes(value: int, command: Command) -> Meaning:
         if not text.lstrip("-").isdecimal():
             raise ValueError(f"NUM_INFERENCE_NODES={text!r} must be a whole number")
         value = int(text)
-    if value > 0 and command.override("engine.urls") is None:
+    if value > 0 and "engine.urls" not in command.overrides:
         raise ValueError("servers on other machines are named by address: add --engine.urls '[http://HOST:9001]'")
     return Meaning(note="" if value > 0 else "not needed: the server is on this machine")

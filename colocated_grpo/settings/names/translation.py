@@ -9,7 +9,7 @@ from dataclasses import replace
 from colocated_grpo.settings import base, errors, training
 from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
 from colocated_grpo.settings.names import trl
-from colocated_grpo.settings.names.trl import Alias, Lookup, NewSettings, each, not_needed, one_of, renamed
+from colocated_grpo.settings.names.trl import Alias, Lookup, NewSettings, each, not_needed, one_of, renamed, renames
 from colocated_grpo.settings.tree import assign, lookup
 
 
@@ -42,11 +42,6 @@ def _completions_of_any_group(key: str, value: object, get: Lookup) -> NewSettin
     return _completions(key, value, get)
 
 
-def _cosine_to(_key: str, value: object, _get: Lookup) -> NewSettings:
-    """Set the end of ToSSim's schedule, which is always a cosine."""
-    return {"policy.min_lr": value, "policy.schedule": "cosine"}
-
-
 def _loss_type(_key: str, value: object, get: Lookup) -> NewSettings:
     """Set the loss. TRL's name for GSPO is `grpo` with importance sampling per sequence."""
     is_gspo = value == "grpo" and get("importance_sampling_level") == "sequence"
@@ -59,11 +54,11 @@ _TOSSIM: dict[str, Alias] = {
     "model_name": renamed("model.name"),
     "vllm_config.*": Alias(_engine_argument, "engine", reads_null=True),
     "fsdp_config.sharding_strategy": one_of("policy.replicate", {"full_shard": None, "hybrid_shard": "nodes"}),
-    "fsdp_config.cpu_offload": renamed("policy.cpu_offload"),
+    **renames("policy", "cpu_offload=fsdp_config.cpu_offload"),
+    **renames("policy", "gradient_checkpointing=fsdp_config.activation_checkpointing"),
     "fsdp_config.mixed_precision": one_of(
         "policy.compute_dtype", {True: None, False: "float32"}, "true is the default: bfloat16 on CUDA"
     ),
-    "fsdp_config.activation_checkpointing": renamed("policy.gradient_checkpointing"),
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
     **each(
@@ -72,13 +67,11 @@ _TOSSIM: dict[str, Alias] = {
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
     **each("max_iterations max_ticks", renamed("training_steps")),
     "sync_every": renamed("sync_frequency"),
-    "min_learning_rate": Alias(_cosine_to, "policy.min_lr"),
-    "gradient_clip_norm": renamed("policy.grad_clip"),
-    "warmup_ticks": renamed("policy.warmup_steps"),
+    "min_learning_rate": renamed("policy.min_lr", also={"policy.schedule": "cosine"}),  # ToSSim's only schedule
+    **renames("policy", "grad_clip=gradient_clip_norm warmup_steps=warmup_ticks"),
     **each("max_tokens max_tokens_per_gen", renamed("rollout.max_completion_tokens")),
     "k_per_prompt": renamed("rollout.group_size"),
-    "tensor_parallel_size": renamed("engine.tensor_parallel_size"),
-    "max_model_len": renamed("engine.max_model_len"),
+    **renames("engine", "tensor_parallel_size max_model_len"),
     **each("log_interval log_ticks", not_needed("every step is logged")),
     "csv_path": not_needed("metrics are written to metrics.jsonl in the run folder"),
     **each("sample_log_interval sample_log_path", not_needed("rollouts go to rollouts.jsonl in the run folder")),
@@ -104,16 +97,11 @@ _TOSSIM: dict[str, Alias] = {
     # Names that TRL has as well
     "learning_rate": renamed("policy.lr"),
     "beta": renamed("loss.kl.coef"),
-    "temperature": renamed("rollout.temperature"),
-    "top_p": renamed("rollout.top_p"),
-    "top_k": renamed("rollout.top_k"),
-    "min_p": renamed("rollout.min_p"),
-    "repetition_penalty": renamed("rollout.repetition_penalty"),
+    **renames("rollout", "temperature top_p top_k min_p repetition_penalty"),
     "loss_type": Alias(_loss_type, "loss.type"),
     "scale_rewards": one_of("advantage.scale", _SCALE),
     "use_wandb": one_of("tracking.wandb", {True: "online", False: "off"}),
-    "wandb_project": renamed("tracking.wandb_project"),
-    "wandb_group": renamed("tracking.wandb_group"),
+    **renames("tracking", "wandb_project wandb_group"),
 }
 
 # PEFT's LoraConfig, and TRL's flags for adapters
@@ -166,9 +154,8 @@ _LORA: dict[str, Alias] = {
     "peft_config.lora_alpha": renamed(_ALPHA),
     "peft_config.lora_dropout": _DROPOUT,
     "peft_config.target_modules": Alias(_target_modules, _TARGETS),
-    "peft_config.exclude_modules": renamed("policy.lora.exclude_modules"),
-    "peft_config.layers_to_transform": renamed("policy.lora.layers"),
-    "peft_config.use_rslora": renamed("policy.lora.rslora"),
+    **renames("policy.lora", "exclude_modules=peft_config.exclude_modules layers=peft_config.layers_to_transform"),
+    **renames("policy.lora", "rslora=peft_config.use_rslora"),
     "peft_config.bias": one_of("biases are not trained", {"none": None}),
     "peft_config.task_type": one_of("causal language models are trained", {"causal_lm": None}),
     "peft_config.r": Alias(_peft_rank, _RANK, reads_null=True),

@@ -31,9 +31,15 @@ class Alias:
     """False: null sets nothing, as other trainers use null for the default."""
 
 
-def renamed(new_name: str, remark: str = "") -> Alias:
-    """Return an alias that passes its value unchanged to the setting `new_name`."""
-    return Alias(lambda _key, value, _get: {new_name: value}, new_name, remark)
+def renamed(new_name: str, remark: str = "", also: Mapping[str, object] = {}) -> Alias:
+    """Return an alias that passes its value unchanged to the setting `new_name`. also: further settings."""
+    return Alias(lambda _key, value, _get: {**also, new_name: value}, new_name, remark)
+
+
+def renames(section: str, pairs: str) -> dict[str, Alias]:
+    """Return aliases for settings of a section. pairs: 'setting=old_name', or 'setting' if the old name is the same."""
+    names = (pair.partition("=") for pair in pairs.split())
+    return {old or new: renamed(f"{section}.{new}") for new, _, old in names}
 
 
 def one_of(new_name: str, values: Mapping[Any, object], remark: str = "", instead: str = "") -> Alias:
@@ -101,10 +107,6 @@ def _report_to(_key: str, value: object, _get: Lookup) -> NewSettings:
     if any(name not in trackers for name in names):
         raise ValueError(f"must be one of these, or a list of them: {', '.join(trackers)}")
     return {path: setting for name in names for path, setting in trackers[name].items()}
-
-
-def _dataset_name(_key: str, value: object, _get: Lookup) -> NewSettings:
-    return {"environments.0.type": "dataset", "environments.0.name": value}
 
 
 def _kept_checkpoints(_key: str, value: object, _get: Lookup) -> NewSettings:
@@ -204,28 +206,24 @@ vllm_server_port vllm_server_timeout wandb_log_unique_prompts
 """
 
 TRL: dict[str, Alias] = {
-    "model_name_or_path": renamed("model.name"),
-    "model_revision": renamed("model.revision"),
-    "trust_remote_code": renamed("model.trust_remote_code"),
-    "chat_template_kwargs": renamed("model.chat_template_kwargs"),
-    "num_generations": renamed("rollout.group_size"),
-    "num_generations_eval": renamed("evaluation.samples_per_prompt"),
-    "max_completion_length": renamed("rollout.max_completion_tokens"),
+    **renames("model", "name=model_name_or_path revision=model_revision trust_remote_code chat_template_kwargs"),
+    **renames("model", "revision=model_init_kwargs.revision trust_remote_code=model_init_kwargs.trust_remote_code"),
+    **renames("rollout", "group_size=num_generations max_completion_tokens=max_completion_length"),
     "max_prompt_length": renamed("rollout.max_prompt_tokens", "longer prompts are dropped, not cut"),
-    "num_iterations": renamed("batch.epochs"),
+    **renames("batch", "epochs=num_iterations mask_truncated=mask_truncated_completions"),
+    **renames("evaluation", "samples_per_prompt=num_generations_eval every=eval_steps"),
     "epsilon": Alias(_epsilon, "loss.clip_low"),
-    "epsilon_high": renamed("loss.clip_high"),
-    "delta": renamed("loss.dual_clip"),
+    **renames("loss", "clip_high=epsilon_high dual_clip=delta"),
     "importance_sampling_level": Alias(_sampling_level, "loss.type", "part of loss_type"),
-    "mask_truncated_completions": renamed("batch.mask_truncated"),
-    "router_aux_loss_coef": renamed("policy.load_balancing"),
+    **renames("policy", "load_balancing=router_aux_loss_coef warmup_steps warmup_steps=warmup_ratio"),
+    **renames("policy", "grad_clip=max_grad_norm gradient_checkpointing compile=torch_compile"),
+    **renames("policy.optimizer", "beta1=adam_beta1 beta2=adam_beta2 eps=adam_epsilon weight_decay"),
+    **renames("engine", "sleep=vllm_enable_sleep_mode gpu_memory_utilization=vllm_gpu_memory_utilization"),
+    **renames("engine", "max_model_len=vllm_max_model_length tensor_parallel_size=vllm_tensor_parallel_size"),
     "max_steps": Alias(
         _max_steps, "training_steps", "counts batches of batch.minibatches * batch.epochs optimizer steps each"
     ),
     "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
-    **each("warmup_steps warmup_ratio", renamed("policy.warmup_steps")),
-    "model_init_kwargs.revision": renamed("model.revision"),
-    "model_init_kwargs.trust_remote_code": renamed("model.trust_remote_code"),
     **each(_LOADING, not_needed("master weights are float32, the forward pass bfloat16"), "model_init_kwargs."),
     "model_init_kwargs.quantization_config": not_supported("give it to the trainer, or set load_in_4bit"),
     "push_to_hub": Alias(_push_to_hub, "hub.repo"),
@@ -242,46 +240,31 @@ TRL: dict[str, Alias] = {
         | dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw_8bit")
         | {"adafactor": "adafactor"},
     ),
-    "adam_beta1": renamed("policy.optimizer.beta1"),
-    "adam_beta2": renamed("policy.optimizer.beta2"),
-    "adam_epsilon": renamed("policy.optimizer.eps"),
-    "weight_decay": renamed("policy.optimizer.weight_decay"),
-    "max_grad_norm": renamed("policy.grad_clip"),
     "bf16": one_of("policy.compute_dtype", {True: "bfloat16", False: None}),
-    "gradient_checkpointing": renamed("policy.gradient_checkpointing"),
-    "torch_compile": renamed("policy.compile"),
     "use_vllm": one_of("vLLM always generates", {True: None}),
     "vllm_mode": one_of("vLLM", {"colocate": None, "server": None}, "the engine runs in the trainer's process"),
-    "vllm_enable_sleep_mode": renamed("engine.sleep"),
-    "vllm_gpu_memory_utilization": renamed("engine.gpu_memory_utilization"),
-    "vllm_max_model_length": renamed("engine.max_model_len"),
-    "vllm_tensor_parallel_size": renamed("engine.tensor_parallel_size"),
     "vllm_importance_sampling_correction": one_of(
         "loss.correction.mode",
         {True: None, False: "off"},
         "true truncates token ratios at 2 unless vllm_importance_sampling_mode and _clip_max are set",
     ),
     "vllm_importance_sampling_mode": Alias(_sampler_correction, "loss.correction"),
-    **each("vllm_importance_sampling_clip_max vllm_importance_sampling_cap", renamed("loss.correction.cap")),
-    "vllm_importance_sampling_clip_min": renamed("loss.correction.floor"),
+    **renames("loss.correction", "cap=vllm_importance_sampling_clip_max cap=vllm_importance_sampling_cap"),
+    **renames("loss.correction", "floor=vllm_importance_sampling_clip_min"),
     "save_steps": renamed("checkpoint.every"),
     "save_strategy": one_of("checkpoint.every", _STEPS_OR_NO, "also saved at the end", "save_steps"),
     "save_total_limit": Alias(_kept_checkpoints, "checkpoint.keep_last", reads_null=True),
-    "eval_steps": renamed("evaluation.every"),
     "eval_strategy": one_of("evaluation.every", _STEPS_OR_NO, instead="eval_steps"),
     "report_to": Alias(_report_to, "tracking", "other trackers are not used: metrics are in the run folder"),
     "log_completions": one_of("tracking.completions_every", {True: 10, False: None}),
-    "hub_model_id": renamed("hub.repo"),
-    "hub_private_repo": renamed("hub.private"),
+    **renames("hub", "repo=hub_model_id private=hub_private_repo"),
     "hub_token": not_supported("set HF_TOKEN"),
     "hub_revision": not_supported("pushes go to the repository's main branch"),
     "full_determinism": renamed("deterministic"),
     # TRL's script
-    "dataset_name": Alias(_dataset_name, "environments.0.name"),
-    "dataset_config": renamed("environments.0.subset"),
-    "dataset_train_split": renamed("environments.0.split"),
-    "dataset_test_split": renamed("environments.0.eval_split"),
-    "shuffle_dataset": renamed("environments.0.shuffle"),
+    "dataset_name": renamed("environments.0.name", also={"environments.0.type": "dataset"}),
+    **renames("environments.0", "subset=dataset_config split=dataset_train_split eval_split=dataset_test_split"),
+    **renames("environments.0", "shuffle=shuffle_dataset"),
     "reward_funcs": Alias(_reward_funcs, "environments.0.rewards"),
     _REWARD_MODEL: Alias(_reward_model, "environments.0.rewards", "the first of the rewards"),
     "reward_weights": Alias(_reward_weights, "environments.0.rewards.0.weight"),
