@@ -19,8 +19,8 @@ _SIZES = (
 )  # fmt: skip
 MAX_SIZE = 1 << 24
 """Maximum of each size in a config.json: 60 times the largest vocabulary of a released model."""
-_TYPES = {"model_type": str, "layer_types": list, "rope_scaling": dict, "rope_parameters": dict}
-_NAMES = {str: "text", list: "a list", dict: "an object"}
+_TYPES = {"model_type": (str, "text"), "layer_types": (list, "a list")}
+_TYPES |= dict.fromkeys(("rope_scaling", "rope_parameters"), (dict, "an object"))
 _POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx")
 """Keys that model families use for the maximum sequence length."""
 
@@ -54,9 +54,9 @@ def _check_entries(entries: object, where: str) -> None:
     """Raise ConfigError unless the entries that are read before the model is built have the right types and bounds."""
     if not isinstance(entries, dict):
         raise ConfigError(f"{where}: must be an object, not {entries!r:.60}")
-    for key, kind in _TYPES.items():
+    for key, (kind, name) in _TYPES.items():
         if entries.get(key) is not None and not isinstance(entries[key], kind):
-            raise ConfigError(f"{where}: {key}={entries[key]!r:.60}: must be {_NAMES[kind]}")
+            raise ConfigError(f"{where}: {key}={entries[key]!r:.60}: must be {name}")
     for key in _SIZES:
         value = entries.get(key)
         for size in value if isinstance(value, list) else [value]:  # some families have a size for each layer
@@ -118,8 +118,7 @@ def _hub_config(model: ModelConfig, key: str) -> Path:
         raise ConfigError(f"{name}, and not on the Hub (or private: set HF_TOKEN)") from None
     except errors.RevisionNotFoundError:
         revision = f"{key.removesuffix('name')}revision={model.revision!r}"
-        unknown = f"{revision}: {model.name} has no such branch, tag or commit"
-        raise ConfigError(unknown) from None
+        raise ConfigError(f"{revision}: {model.name} has no such branch, tag or commit") from None
     except errors.RemoteEntryNotFoundError:
         raise ConfigError(f"{setting}: no config.json on the Hub; expected a transformers model") from None
     except (errors.HTTPError, OSError) as error:

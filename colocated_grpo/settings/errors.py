@@ -296,6 +296,12 @@ def _similarity(one: str, other: str) -> float:
     return SequenceMatcher(None, one.lower(), other.lower()).ratio()
 
 
+def raise_on(*lines: str) -> None:
+    """Raise ConfigError with these lines if there are any."""
+    if lines:
+        raise ConfigError(*lines)
+
+
 def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
     """Return ' (line 7 of x.yaml)' for the key. For a missing key, the location of the nearest section around it."""
     for length in range(len(path), 0, -1):

@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from colocated_grpo.settings import config_json, model_sizes, model_support, schema, sources
 from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
-from colocated_grpo.settings.errors import ConfigError, dotted
+from colocated_grpo.settings.errors import ConfigError, dotted, raise_on
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text, rate_of_small_model
@@ -41,8 +41,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         missing.append(
             "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
         )
-    if missing:
-        raise ConfigError(*missing)
+    raise_on(*missing)
     config = with_adapter_settings(config)
     model = config_json.read_config_json(config.model)
     model_support.check_trains(model, f"model.name={config.model.name!r}")
@@ -51,8 +50,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if config.policy.load_balancing:
         model_support.check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     model_support.check_context(model, config.policy.context_parallel)
-    if outside := list(_check_layers(config.policy, model, config.model.name)):
-        raise ConfigError(*outside)
+    raise_on(*_check_layers(config.policy, model, config.model.name))
     for index, source in enumerate(config.environments):
         if isinstance(source, schema.TurnsSourceConfig) and source.opponent is not None:
             opponent = config.model_of(source.opponent)

@@ -87,7 +87,10 @@ RULES = (
         # The state would leak from one packed sequence into the next, and would be missing after a shared prefix.
         feature="layers that carry a state from token to token, other than the gated delta rule of Qwen",
         examples="LFM2, Mamba, Jamba, MiniMax",
-        found=lambda whole, text: _carries_state(text) and text.get("model_type") not in DELTA_RULE_TYPES,
+        found=lambda whole, text: (
+            (STATEFUL_LAYERS & _layer_types(text) or text.get("model_type") in STATEFUL_TYPES)
+            and text.get("model_type") not in DELTA_RULE_TYPES
+        ),
     ),
     Rule(
         feature="attention within chunks",
@@ -117,7 +120,10 @@ RULES = (
     Rule(
         feature="logits that are both scaled and soft-capped",
         examples="none is known",
-        found=lambda whole, text: text.get("final_logit_softcapping") and _scales_logits(text),
+        found=lambda whole, text: (
+            text.get("final_logit_softcapping")
+            and any(text.get(key) not in (None, 1) for key in ("logits_scaling", "logit_scale"))
+        ),
     ),
     Rule(
         feature="checkpoints whose tensors have other names than in transformers' module",
@@ -253,10 +259,6 @@ def has_plain_scores(text: Settings) -> bool:
     return text.get("model_type") not in SINK_TYPES and not text.get("attn_logit_softcapping")
 
 
-def _carries_state(text: Settings) -> bool:
-    return bool(STATEFUL_LAYERS & _layer_types(text)) or text.get("model_type") in STATEFUL_TYPES
-
-
 def _layer_types(text: Settings) -> set[str]:
     return set(text.get("layer_types") or text.get("layers_block_type") or ())
 
@@ -268,7 +270,3 @@ def _experts(text: Settings) -> int:
     stated = [count for key in EXPERT_COUNTS if isinstance(count := text.get(key), int | list)]
     # Some families state one count for each layer.
     return max([2 if named else 0, *(max(count, default=0) if isinstance(count, list) else count for count in stated)])
-
-
-def _scales_logits(text: Settings) -> bool:
-    return any(text.get(key) not in (None, 1) for key in ("logits_scaling", "logit_scale"))

@@ -6,9 +6,9 @@ Rules within one section are in the section's method `problems`.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
+from colocated_grpo.settings.errors import raise_on
 from colocated_grpo.settings.evaluation import HELD_OUT
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
 
@@ -25,7 +25,7 @@ def check(config: Config) -> None:
     from colocated_grpo.settings.exact import problems as exact_problems  # the loop does not need it
 
     setting, policy, exact = config.shares_weights, config.policy, config.numerics == "exact"
-    _raise_on(
+    raise_on(
         *_run_folder(config.output_dir, config.run_name or ""),
         *_sizes(config),
         *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
@@ -63,7 +63,7 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
     elif replicate is not None and ranks_per_node is not None and ranks % ranks_per_node:
         rule = f"every node needs the same number of ranks, but {ranks} is not a multiple of {ranks_per_node}"
         lines.append(f"policy.replicate={replicate}: {rule}")
-    _raise_on(*lines)
+    raise_on(*lines)
 
 
 def remarks(config: Config) -> list[str]:
@@ -112,11 +112,6 @@ def exposures(sources: Sequence[source_types.EnvironmentConfig]) -> Lines:
             key = f"environments.{index}.server"
             rule = f"every machine that reaches port {server.port} can use the engines; set {key}.api_key_variable"
             yield f"{key}.host={server.host}: {rule}"
-
-
-def _raise_on(*lines: str) -> None:
-    if lines:
-        raise ConfigError(*lines)
 
 
 def _run_folder(output_dir: str, run_name: str) -> Lines:

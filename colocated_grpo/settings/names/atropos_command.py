@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.settings.config_file import parse_overrides
-from colocated_grpo.settings.errors import ConfigError, dotted, sections
+from colocated_grpo.settings.errors import ConfigError, dotted, raise_on, sections
 from colocated_grpo.settings.names import atropos_meanings as means
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import parse_value
@@ -153,8 +153,7 @@ def read_command(
         given = meaning.note if name in command.given else ""
         lines = (("note", given), ("note", meaning.remark), ("warning", meaning.warning))
         notes += [f"{kind}: {shown}: {text}" for kind, text in lines if text]
-    if problems:
-        raise ConfigError(*problems)
+    raise_on(*problems)
     for name, value in launcher.items():
         if getattr(options, name) == parser.get_default(name):  # the user's own flag takes precedence
             setattr(options, name, value)
@@ -173,8 +172,7 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
         if name.startswith("--") and not known:
             near = get_close_matches(name.replace("_", "-"), [*flags, *settings], n=1)
             lines.append(f"{name}: unknown flag; " + (f"did you mean {near[0]}?" if near else "--help lists all flags"))
-    if lines:
-        raise ConfigError(*lines)
+    raise_on(*lines)
 
 
 def _text(value: object) -> str:

@@ -241,8 +241,7 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
         if name in tree:
             suffix = errors.location_suffix((name,), locations)
             problems.append(f"{name}: a section of {whose} lists the settings to use{suffix}")
-    if problems:
-        raise errors.ConfigError(*problems)
+    errors.raise_on(*problems)
     plain: list[str] = []
     notes: list[str] = []
     without_effect: dict[str, list[str]] = {}
@@ -269,8 +268,7 @@ def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, e
             f"{name}.{key}: unknown key; valid: {valid}{errors.location_suffix((name, key), locations)}"
             for key in leftover
         ]
-    if problems:
-        raise errors.ConfigError(*problems)
+    errors.raise_on(*problems)
     notes += [f"{', '.join(names)}: nothing to set{_reason(remark)}" for remark, names in without_effect.items()]
     return ([f"translated names: {', '.join(plain)}"] if plain else []) + notes
 
