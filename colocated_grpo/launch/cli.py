@@ -187,6 +187,8 @@ def parse_rank_arguments(
     os.environ.update(program.rank_environment(os.environ))
     if problem := program.environment_problem(os.environ):
         parser.error(problem)
+    level = getattr(options, "log_level", "WARNING")
+    program.prepare_libraries(level, prefix=f"[rank {os.environ['RANK']}] ")
     return options, overrides
 
 
@@ -198,7 +200,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     add_run_arguments(parser)
     options, overrides = parse_rank_arguments(parser, arguments)
-    program.prepare_libraries(options.log_level, prefix=f"[rank {os.environ['RANK']}] ")
     program.raise_descriptor_limit()
     program.show_crashes()
     program.exit_on_stop_signals(lambda: "stopped during start-up, before the first step")

@@ -112,7 +112,6 @@ def _complete(
 
 
 def _texts(value: object) -> Iterator[str]:
-    """Yield every text in nested data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

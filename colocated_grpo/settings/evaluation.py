@@ -95,7 +95,6 @@ class EvaluationSetConfig(Section):
         return [MEAN, *(f"pass@{k}" for k in self.pass_ks), *majority]
 
     def problems(self, key: str) -> Iterator[str]:
-        """Yield a line for each contradiction in this set."""
         if self.answer is not None and ":" not in self.answer and self.answer not in ANSWERS.values():
             own = "your own module:function or path/to/file.py:function"
             yield f"{key}.answer={self.answer!r}: must be one of {', '.join(ANSWERS.values())}, or {own}"
@@ -130,7 +129,6 @@ class EvaluationConfig(Section):
         return self.every if entry.every is None else entry.every
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each contradiction in this section."""
         temperatures = {"evaluation.temperature": self.temperature}
         temperatures |= {f"evaluation.sets.{i}.temperature": entry.temperature for i, entry in enumerate(self.sets)}
         for key, temperature in temperatures.items():

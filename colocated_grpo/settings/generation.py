@@ -95,7 +95,6 @@ class EngineConfig(Section):
     """Further vLLM engine arguments, passed unchanged. Example: {kv_cache_dtype: fp8}."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each contradiction in this section."""
         for name in self.args:
             if name in EngineConfig.model_fields:
                 yield f"engine.args.{name}: has a setting of its own; write engine.{name}"
@@ -196,7 +195,6 @@ class RolloutConfig(Section):
     0, or the lowest reward of the prompt's other completions if that reward is negative after weighting."""
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each contradiction in this section."""
         if "" in self.stop:
             yield "rollout.stop: '' would end every completion; leave it out"
         if self.partial is not None:

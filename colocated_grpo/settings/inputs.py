@@ -51,11 +51,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         model_support.check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     model_support.check_context(model, config.policy.context_parallel)
     raise_on(*_check_layers(config.policy, model, config.model.name))
-    for index, source in enumerate(config.environments):
-        if isinstance(source, schema.TurnsSourceConfig) and source.opponent is not None:
-            opponent = config.model_of(source.opponent)
-            if opponent != config.model:
-                _check_opponent(f"environments.{index}.opponent.name", opponent, model, config.model.name)
+    if (opponent := config.opponent_model) not in (None, config.model):
+        _check_opponent(opponent, model, config.model.name)
     text, name = config_json.text_part(model), config.model.name
     heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size
     if heads and heads % size:
@@ -111,8 +108,9 @@ def _check_reference(reference: schema.ModelConfig, context_parallel: int, longe
         raise ConfigError(f"{key}: it has {positions} positions, and a sequence up to {longest}; {advice}")
 
 
-def _check_opponent(setting: str, opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
+def _check_opponent(opponent: schema.ModelConfig, policy: JsonObject, name: str) -> None:
     """Raise ConfigError if the opponent's shape differs from the policy's shape. Both models use the same engine."""
+    setting = "environments: opponent.name"
     ours, theirs = config_json.shape_of(policy), config_json.shape_of(config_json.read_config_json(opponent, setting))
     if (key := config_json.first_difference(ours, theirs)) is not None:
         rule = f"{key} is {theirs[key]}, but {ours[key]} in {name}; the opponent must have the shape of the policy"

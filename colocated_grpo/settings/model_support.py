@@ -160,7 +160,6 @@ def check_trains(config_json: Settings, setting: str) -> None:
 
 
 def check_has_experts(config_json: Settings, setting: str) -> None:
-    """Raise ConfigError with one line if the model is not a mixture of experts."""
     if _experts(text_part(config_json)) < 2:
         raise ConfigError(f"{setting}: needs a mixture of experts, not model type {config_json.get('model_type')!r}")
 

@@ -152,7 +152,10 @@ class Config(Section):
     @property
     def opponent_model(self) -> ModelConfig | None:
         """Model that provides the opponent's initial weights."""
-        return None if self.opponent is None else self.model_of(self.opponent)
+        if (opponent := self.opponent) is None:
+            return None
+        other = {"name": opponent.name, "revision": opponent.revision}
+        return self.model if opponent.name == INITIAL else self.model.model_copy(update=other)
 
     @property
     def reference_model(self) -> ModelConfig | None:
@@ -164,11 +167,6 @@ class Config(Section):
     def is_rewarded(self) -> bool:
         """False if no environment gives rewards, so that only the KL penalty trains."""
         return any(map(is_rewarded, self.environments))
-
-    def model_of(self, opponent: OpponentConfig) -> ModelConfig:
-        if opponent.name == INITIAL:
-            return self.model
-        return self.model.model_copy(update={"name": opponent.name, "revision": opponent.revision})
 
     @property
     def final_step(self) -> int | None:

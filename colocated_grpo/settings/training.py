@@ -202,7 +202,6 @@ class PolicyConfig(Section):
         return self.lora is not None and self.lora.base_dtype == "nf4"
 
     def problems(self) -> Iterator[str]:
-        """Yield a line for each contradiction in this section."""
         if self.min_lr > self.lr:
             yield f"policy.min_lr={self.min_lr:g}: must be at most policy.lr={self.lr:g}, the peak of the schedule"
         if self.context_parallel > 1 and self.load_balancing:

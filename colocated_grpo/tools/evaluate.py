@@ -42,7 +42,6 @@ def with_subject(config: Config, subject: ModelSubject) -> Config:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Evaluate and print the metrics. Returns exit code 0, 2 for wrong settings, 1 if the evaluation fails."""
     options, overrides = parse_rank_arguments(_parser(), arguments)
-    program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         if options.output is not None:
             program.check_writable("--output", options.output)  # else the results would be lost

@@ -37,7 +37,6 @@ OBJECTIVE = {"type": "cispo", "correction": {"mode": "off"}}
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train and export. Returns exit code 0, 2 for wrong settings or rows, 1 if the training fails."""
     options, overrides = parse_rank_arguments(parser(), arguments)
-    program.prepare_libraries("WARNING", prefix=f"[rank {os.environ['RANK']}] ")
     try:
         config, rows = read_settings(options, overrides), read_file(options.rows)
         joined = joining.join()

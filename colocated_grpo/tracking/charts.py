@@ -12,9 +12,7 @@ from colocated_grpo.types import STDERR
 
 MEANINGS = {
     "reward": "mean total reward (the weighted sum of the reward functions); completions without a reward are excluded",
-    "reward/<name>": (
-        "mean of one reward function before its weight, of one part of a score, or of a value passed to log_metric"
-    ),
+    "reward/<name>": "mean of a reward function before its weight, of a part of a score, or of a value of log_metric",
     "reward_std": "standard deviation of the reward, or of one part, over all completions of the step (unbiased)",
     "reward_errors": "completions without a reward because scoring failed",
     "groups/constant": "fraction of groups whose rewards are all equal, or all missing; they give no learning signal",
@@ -24,10 +22,7 @@ MEANINGS = {
     "prompts_dropped": "prompts that are empty or longer than rollout.max_prompt_tokens",
     "staleness": "optimizer steps between the weights that sampled and the weights being trained",
     "loss": "the minimized objective; close to 0 because advantages cancel within a group, and no measure of progress",
-    "loss/load_balancing": (
-        "load-balancing loss of a mixture of experts, without its coefficient; the experts per token if all are used "
-        "equally, higher if some are preferred"
-    ),
+    "loss/load_balancing": "load-balancing loss without its coefficient; the experts per token if all are used equally",
     "kl": "KL estimate (k3) to the reference, or to the rollout policy with loss.kl.target: rollout",
     "ratio": "mean importance ratio, policy over the policy before this batch; 1 with one optimizer step per batch",
     "clip_fraction/low": "fractions of tokens that lose their gradient to a clip bound",

@@ -122,11 +122,8 @@ def server(key: str) -> Translate:
 
 def adapter(key: str) -> Translate:
     """Return a meaning that gives the value to a setting of the adapter, in modes that train one."""
-
-    def translate(value: object, command: Command) -> Meaning:
-        return sets(key)(value, command) if command.mode.adapter else _trains_all_weights(command)
-
-    return translate
+    meaning = sets(key)
+    return lambda value, command: meaning(value, command) if command.mode.adapter else _trains_all_weights(command)
 
 
 def _trains_all_weights(command: Command) -> Meaning:

@@ -234,16 +234,20 @@ def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
     environment = {"NCCL_DEBUG": "WARN", "TORCH_CPP_LOG_LEVEL": "ERROR", "OMP_NUM_THREADS": "1", **environment}
     with TemporaryDirectory(prefix="colocated-grpo-doctor-") as folder:
         logs = [Path(folder) / f"log{rank}" for rank in range(2)]
-        ranks = [_start(rank, backend, Path(folder) / "store", log, environment) for rank, log in enumerate(logs)]
+        ranks: list[subprocess.Popen[bytes]] = []
         try:
+            for rank, log in enumerate(logs):
+                command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, f"{folder}/store"]
+                with log.open("wb") as output:
+                    ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep))
             deadline = time.monotonic() + COLLECTIVE_SECONDS
-            codes = [rank.wait(max(0.0, deadline - time.monotonic())) for rank in ranks]
+            codes = [process.wait(max(0.0, deadline - time.monotonic())) for process in ranks]
         except subprocess.TimeoutExpired:
             return f"no result after {COLLECTIVE_SECONDS} s"
         finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
+            for process in ranks:
+                process.kill()
+                process.wait()
         failures = [log.read_text(errors="replace") for log, code in zip(logs, codes, strict=True) if code]
     if not failures:
         return None
@@ -251,9 +255,3 @@ def all_reduce(backend: str, environment: dict[str, str]) -> str | None:
     lines = [line.strip() for line in failures[0].splitlines() if line.strip()]
     warnings = [line for line in lines if "NCCL WARN" in line]
     return "; ".join(dict.fromkeys([*warnings[:1], *lines[-1:]])) or "no message"
-
-
-def _start(rank: int, backend: str, store: Path, log: Path, environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    command = [sys.executable, "-c", ALL_REDUCE, str(rank), backend, str(store)]
-    with log.open("wb") as output:
-        return subprocess.Popen(command, env=environment, stdout=output, stderr=output, cwd=os.sep)

@@ -99,7 +99,7 @@ def test_a_model_of_another_shape_is_refused_before_anything_starts(tmp_path, ch
     config = Config.model_validate(settings(tiny_model(), environments=[entry(name=str(other))]))
     with pytest.raises(ConfigError) as caught:
         check_inputs(config)
-    assert str(caught.value).startswith(f"environments.0.opponent.name={str(other)!r}: {line}")
+    assert str(caught.value).startswith(f"environments: opponent.name={str(other)!r}: {line}")
     assert "\n" not in str(caught.value)
 
 
