@@ -9,7 +9,7 @@ import psutil
 import torch
 
 from colocated_grpo.assembly import data, engines
-from colocated_grpo.environments.base import BatchSource, Scorer
+from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
 from colocated_grpo.environments.rewards.scoring import NOT_RUN
 from colocated_grpo.environments.rewards.workers import end_idle_workers
@@ -67,7 +67,13 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     environments = build_environments(config, tokenizer, config_json.text_part(model_config).get("vocab_size"))
     data.import_answers(config.evaluation)
     count = min(config.rollout.prompts_per_step, MOST_PROMPTS)
-    prompts = first_prompts(data.open_source(environments, note), count, note) if environments.trained else []
+    prompts: list[Prompt] = []
+    if environments.trained:
+        source = data.open_source(environments, note)
+        prompts = source.next(count)
+        if dropped := source.state_dict()["dropped"]:
+            rule = "empty, or longer than rollout.max_prompt_tokens"
+            note(f"{dropped} of the first {dropped + len(prompts)} prompts are left out: {rule}")
     data.draw_evaluated(config.evaluation, environments, note)
     for line in [*unknown_roles(prompts), *messages_as_text(prompts)]:
         note(line)
@@ -87,14 +93,6 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
         for line in disk_notes(run):
             note(line)
     return [*lines, "ok: settings, model, data, functions and the first prompts"]
-
-
-def first_prompts(source: BatchSource, count: int, note: Callable[[str], None]) -> list[Prompt]:
-    prompts = source.next(count)
-    if dropped := source.state_dict()["dropped"]:
-        rule = "empty, or longer than rollout.max_prompt_tokens"
-        note(f"{dropped} of the first {dropped + len(prompts)} prompts are left out: {rule}")
-    return prompts
 
 
 def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:

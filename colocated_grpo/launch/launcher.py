@@ -22,9 +22,10 @@ from colocated_grpo.servers.engine_servers import EngineServers, ServerPlan, pla
 if TYPE_CHECKING:
     from colocated_grpo.settings.schema import Config, ModelConfig
 
-TOOLS = ("init", "chat", "doctor", "evaluate", "show-rollouts", "compare-runs", "report", "make-model", "sft")
+TOOLS = ("init", "chat", "doctor", "evaluate", "show-rollouts", "compare-runs", "make-model", "sft")
 COMMANDS = {
     "serve": "colocated_grpo.servers",
+    "report": "colocated_grpo.tracking.report",
     **{name: f"colocated_grpo.tools.{name.replace('-', '_')}" for name in TOOLS},
 }
 """First argument -> the module that runs instead of a training run."""

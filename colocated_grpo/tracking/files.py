@@ -51,16 +51,9 @@ METRICS_ROW: RowSchema = {"step": int, "kind": str}
 """All other values are numbers."""
 ROLLOUT_ROW: RowSchema = {
     "kind": str,
-    "step": int,
-    "prompt_index": int,
-    "source": str,
-    "prompt": str,
-    "completion": str,
-    "reward": NUMBER,
-    "parts": dict,
-    "error": str | None,
-    "finish_reason": str,
-    "completion_tokens": int,
+    **dict.fromkeys(("step", "prompt_index", "completion_tokens"), int),
+    **dict.fromkeys(("source", "prompt", "completion", "finish_reason"), str),
+    **{"reward": NUMBER, "parts": dict, "error": str | None},
 }
 """The values of `parts` are numbers."""
 GAME_ROW: RowSchema = {"step": int, "source": str, "game": int, "winner": object}

@@ -1,6 +1,7 @@
-"""Build report.html, one self-contained page about a run, from the files in its run folder."""
+"""Build report.html, a self-contained page about a run, from the files in its folder: colocated-grpo report RUN"""
 
 import math
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
@@ -10,6 +11,8 @@ from pathlib import Path
 from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.runtime.program import OneLineParser
+from colocated_grpo.runtime.run_folder import is_locked
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import charts, files, page, transcripts
 from colocated_grpo.tracking.text import as_html, duration, figure, number
@@ -257,3 +260,20 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
     """Return the means over the first and the last steps: a single step is noisy."""
     window = _window(values)
     return fmean(values[:window]), fmean(values[-window:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Rebuild the report of a finished, killed or still training run. Returns 0, or 2 if the run cannot be read."""
+    parser = OneLineParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
+    parser.add_argument("run", help="run folder")
+    try:
+        folder = files.run_folder(parser.parse_args(arguments).run)
+        print(write_report(folder, running=is_locked(folder)))
+    except files.RunFolderError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

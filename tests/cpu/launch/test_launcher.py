@@ -602,10 +602,10 @@ def test_the_version_is_shown(capsys):
     assert capsys.readouterr().out == f"{__version__}\n"
 
 
-@pytest.mark.parametrize("tool", ["compare_runs", "make_model", "report", "show_rollouts"])
+@pytest.mark.parametrize("tool", ["tools.compare_runs", "tools.make_model", "tracking.report", "tools.show_rollouts"])
 def test_a_tool_rejects_an_argument_in_one_line(tool, capsys):
     with pytest.raises(SystemExit, match="2"):
-        import_module(f"colocated_grpo.tools.{tool}").main(["--nonsense", "a", "b"])
+        import_module(f"colocated_grpo.{tool}").main(["--nonsense", "a", "b"])
     errors = capsys.readouterr().err
     assert errors.startswith("error: ") and errors.count("\n") == 1
 

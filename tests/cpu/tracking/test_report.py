@@ -12,8 +12,8 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from colocated_grpo.tools import compare_runs, report, show_rollouts
-from colocated_grpo.tracking import files
+from colocated_grpo.tools import compare_runs, show_rollouts
+from colocated_grpo.tracking import files, report
 from colocated_grpo.tracking.charts import NUM_COLORS, chart_sections
 from colocated_grpo.tracking.page import HEIGHT, MAX_POINTS, WIDTH, Series, downsample, line_chart, nice_ticks
 from colocated_grpo.tracking.report import header, write_report

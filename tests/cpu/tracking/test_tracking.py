@@ -406,7 +406,7 @@ def test_the_null_tracker_has_the_same_methods() -> None:
 
 
 def test_tracking_and_its_tools_import_no_torch() -> None:
-    modules = "colocated_grpo.tracking, colocated_grpo.tools.report, colocated_grpo.tools.show_rollouts"
+    modules = "colocated_grpo.tracking.report, colocated_grpo.tools.show_rollouts"
     program = (
         f"import sys, {modules}, colocated_grpo.tools.compare_runs; print({{'torch', 'wandb'}} & sys.modules.keys())"
     )
