@@ -61,10 +61,8 @@ def draw_evaluated(
         for line in environment.items.filter_notes:
             note(line)
         if dropped:
-            note(
-                f"evaluation set {entry.name!r}: {dropped} prompts are left out, as they are empty or longer than "
-                f"rollout.max_prompt_tokens={environments.encoder.max_prompt_tokens}"
-            )
+            rule = f"empty, or longer than rollout.max_prompt_tokens={environments.encoder.max_prompt_tokens}"
+            note(f"evaluation set {entry.name!r}: {dropped} prompts are left out: {rule}")
     return held_out, sets
 
 

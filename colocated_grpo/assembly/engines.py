@@ -129,10 +129,8 @@ def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: Wor
 def check_same_vocabulary(name: str, reference: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
     """Raise ConfigError if a token of one tokenizer is missing, or is another token, in the other."""
     if differing := reference.get_vocab().items() ^ policy.get_vocab().items():
-        raise ConfigError(
-            f"loss.kl.model={name!r}: its vocabulary differs from the policy's in {len(differing)} entries, such as "
-            f"{min(differing)}; choose a model with the same tokenizer"
-        )
+        rule = f"its vocabulary differs from the policy's in {len(differing)} entries, such as {min(differing)}"
+        raise ConfigError(f"loss.kl.model={name!r}: {rule}; choose a model with the same tokenizer")
 
 
 def fetch_opponent(opponent: ModelConfig | None, world: World) -> Path | None:

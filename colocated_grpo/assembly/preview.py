@@ -125,20 +125,16 @@ def messages_as_text(prompts: Sequence[Prompt]) -> Iterator[str]:
     for source, prompt in sorted({prompt.source: prompt.item["prompt"] for prompt in prompts}.items()):
         # A system prompt makes text the last message.
         if MESSAGES_AS_TEXT.match(str(prompt if isinstance(prompt, str) else prompt[-1].get("content"))):
-            yield (
-                f"environments {source!r}: prompts are text that looks like a list of messages, and the model reads "
-                "them as that text; if you mean messages, write a list into the data, such as json.loads(text)"
-            )
+            rule = "prompts are text that looks like a list of messages, and the model reads them as that text"
+            yield f"environments {source!r}: {rule}; for messages, write a list into the data, as json.loads(text)"
 
 
 def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
     """Yield lines: the number and lengths of the prompts of each source, then the first prompt."""
     for source, group in groupby(sorted(prompts, key=lambda prompt: prompt.source), key=lambda prompt: prompt.source):
         lengths = [len(prompt.token_ids) for prompt in group]
-        yield (
-            f"  {source}: {len(lengths)} prompts of the first step have {min(lengths)} to {max(lengths)} tokens "
-            f"(rollout.max_prompt_tokens={limit})"
-        )
+        found = f"{min(lengths)} to {max(lengths)} tokens (rollout.max_prompt_tokens={limit})"
+        yield f"  {source}: {len(lengths)} prompts of the first step have {found}"
     for prompt in prompts[:1]:
         yield f"  the first prompt, {len(prompt.token_ids)} tokens:"
         yield from (f"    | {line}" for line in visible(without_middle(prompt.text, SHOWN_CHARACTERS)).splitlines())
@@ -164,10 +160,8 @@ def show_rewards(
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             is_text = isinstance(prompt.item["prompt"], str)
             form = "texts, not lists of messages" if is_text else "lists of messages, not texts"
-            note(
-                f"environments {source!r}: the row's own answer gets no more reward than {USELESS!r}; does the reward "
-                f"expect another form? Completions of these prompts are {form}"
-            )
+            rule = f"the row's own answer gets no more reward than {USELESS!r}; does the reward expect another form?"
+            note(f"environments {source!r}: {rule} Completions of these prompts are {form}")
 
 
 def scores_of(scorer: Scorer, prompt: Prompt, texts: Sequence[str], timeout: float) -> list[Score]:

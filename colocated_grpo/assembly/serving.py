@@ -72,32 +72,24 @@ def _prepare(
     model: ModelConfig, max_tokens: int, bridge: str, dtype: str | None, server: EngineServer, info: JsonObject
 ) -> None:
     """Check that the server fits the run, and unload an adapter left by an earlier trainer. Raises ConfigError."""
-    shape, served = shape_of(read_config_json(model)), info["shape"]
+    shape, served, setting = shape_of(read_config_json(model)), info["shape"], f"engine.urls={server.url}"
     if (key := first_difference(shape, served)) is not None:
-        raise ConfigError(
-            f"engine.urls={server.url}: serves {info['model']}, whose {key} is {served[key]}, but {shape[key]} in "
-            f"model.name={model.name!r}; start it with the run's model"
-        )
+        rule = f"whose {key} is {served[key]}, but {shape[key]} in model.name={model.name!r}"
+        raise ConfigError(f"{setting}: serves {info['model']}, {rule}; start it with the run's model")
     if info["max_model_len"] < max_tokens:
-        raise ConfigError(
-            f"engine.urls={server.url}: reads {info['max_model_len']} tokens; start it with --max-model-len "
-            f"{max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
-        )
+        advice = f"--max-model-len {max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens) or more"
+        raise ConfigError(f"{setting}: reads {info['max_model_len']} tokens; start it with {advice}")
     if dtype not in (None, info["dtype"]):
-        raise ConfigError(
-            f"engine.urls={server.url}: its weights are {info['dtype']}, and {dtype} by engine.dtype and "
-            f"policy.compute_dtype; start it with --dtype {dtype}"
-        )
+        rule = f"its weights are {info['dtype']}, and {dtype} by engine.dtype and policy.compute_dtype"
+        raise ConfigError(f"{setting}: {rule}; start it with --dtype {dtype}")
     adapters = server.until_answered(server.adapters)
     if bridge != "adapter":
         if adapters["adapter_name"] is not None:
             server.post_or_end("/lora/unload")
     elif not adapters["enabled"]:
-        raise ConfigError(f"engine.urls={server.url}: started without --enable-lora, which engine.bridge=adapter needs")
+        raise ConfigError(f"{setting}: started without --enable-lora, which engine.bridge=adapter needs")
     elif info["has_received_weights"]:
-        raise ConfigError(
-            f"engine.urls={server.url}: a run with engine.bridge: broadcast has changed the base model; start it again"
-        )
+        raise ConfigError(f"{setting}: a run with engine.bridge: broadcast has changed its base model; start it again")
 
 
 def build_remote(
@@ -247,7 +239,6 @@ def listen(sampler: Sampler, model: str, settings: ServerConfig) -> ServerThread
     try:
         return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
     except OSError as error:
-        raise EnvironmentSetupError(
-            f"environments: atropos: server: cannot listen on {error.strerror}; stop the process that does (lsof -i "
-            f":{settings.port}) or set another port"
-        ) from None
+        advice = f"stop the process that does (lsof -i :{settings.port}) or set another port"
+        rule = f"environments: atropos: server: cannot listen on {error.strerror}; {advice}"
+        raise EnvironmentSetupError(rule) from None

@@ -169,10 +169,7 @@ def default_config_note(options: argparse.Namespace) -> list[str]:
     """Return a line with the default config's name for a run without --config; no line for other runs."""
     if options.config is not None or options.resume not in (None, AUTO):
         return []
-    return [
-        f"note: --config: not given; using {DEFAULT_CONFIG}; --config FILE chooses another, "
-        "colocated-grpo init writes one for your data"
-    ]
+    return [f"note: --config: not given; using {DEFAULT_CONFIG}; colocated-grpo init writes one for your data"]
 
 
 def parse_rank_arguments(

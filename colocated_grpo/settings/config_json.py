@@ -86,11 +86,9 @@ def _local_config(model: ModelConfig, key: str) -> Path | None:
             raise ConfigError(f"{setting}: no weights in this folder (*.safetensors or *.bin)")
         return folder / "config.json"
     if folder.is_file():
-        raise ConfigError(
-            f"{setting}: a file; expected the folder of a transformers model"
-            + " (convert GGUF with transformers: from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT))"
-            * (folder.suffix == ".gguf")
-        )
+        convert = " (convert GGUF with transformers: from_pretrained(FOLDER, gguf_file=FILE).save_pretrained(OUT))"
+        advice = convert * (folder.suffix == ".gguf")
+        raise ConfigError(f"{setting}: a file; expected the folder of a transformers model{advice}")
     if folder.is_absolute() or model.name.startswith((".", "~")) or model.name.count("/") > 1:
         raise ConfigError(f"{setting}: no such folder")
     return None

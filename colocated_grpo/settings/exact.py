@@ -46,10 +46,8 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
     if on_hopper and float32:
         raise ConfigError(f"{setting}: FlashAttention 3 has no float32; set policy.compute_dtype: bfloat16")
     if on_cpu and not float32:
-        raise ConfigError(
-            f"{setting}: 16-bit norms of vLLM's engine for CPUs round differently from the policy's; set "
-            "policy.compute_dtype: float32"
-        )
+        rule = "16-bit norms of vLLM's engine for CPUs round differently from the policy's"
+        raise ConfigError(f"{setting}: {rule}; set policy.compute_dtype: float32")
     if (kind := text.get("model_type")) not in EXACT_TYPES:
         raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
     if not head_sizes(config_json) <= HEADS:

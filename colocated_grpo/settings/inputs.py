@@ -38,9 +38,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     if template is not None and not is_inline(template) and not Path(template).is_file():
         missing.append(f"model.chat_template={template!r}: no such file, and not Jinja text (no tag in it)")
     if config.policy.optimizer.type == "adamw_8bit" and importlib.util.find_spec("bitsandbytes") is None:
-        missing.append(
-            "policy.optimizer.type='adamw_8bit': needs bitsandbytes, which is not installed; pip install bitsandbytes"
-        )
+        rule = "needs bitsandbytes, which is not installed; pip install bitsandbytes"
+        missing.append(f"policy.optimizer.type='adamw_8bit': {rule}")
     raise_on(*missing)
     config = with_adapter_settings(config)
     model = config_json.read_config_json(config.model)
@@ -66,9 +65,8 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     original = config_json.original_positions(text)
     longest = f"rollout.max_prompt_tokens + rollout.max_completion_tokens={config.max_sequence_tokens}: must be at most"
     if original is not None and original < config.max_sequence_tokens:
-        raise ConfigError(
-            f"{longest} {original}, as transformers and vLLM apply the longrope scaling of {name} to different tokens"
-        )
+        why = f"as transformers and vLLM apply the longrope scaling of {name} to different tokens"
+        raise ConfigError(f"{longest} {original}, {why}")
     if positions < config.max_sequence_tokens:
         raise ConfigError(f"{longest} {positions}, the positions in the config.json of {name}")
     wanted = config.engine.max_model_len

@@ -153,10 +153,8 @@ def refusals(config_json: Settings) -> list[str]:
 def check_trains(config_json: Settings, setting: str) -> None:
     """Raise ConfigError with one line if the model is unsupported. setting: key and value that name the model."""
     if features := refusals(config_json):
-        raise ConfigError(
-            f"{setting}: model type {config_json.get('model_type')!r} does not train because it has "
-            f"{'; and '.join(features)} (docs/models.md lists what trains)"
-        )
+        what = f"model type {config_json.get('model_type')!r} does not train because it has {'; and '.join(features)}"
+        raise ConfigError(f"{setting}: {what} (docs/models.md lists what trains)")
 
 
 def check_has_experts(config_json: Settings, setting: str) -> None:
@@ -194,10 +192,8 @@ def check_cpu_engine(config_json: Settings, setting: str, *, bfloat16: bool, ada
         checked += [(f"heads of {size}", size, CPU_ENGINE_HEAD_SIZES) for size in sorted(head_sizes(config_json))]
     for shown, size, supported in checked:
         if size not in supported:
-            raise ConfigError(
-                f"{setting}: {shown}, but vLLM's engine for CPUs supports {', '.join(map(str, supported))}; train on "
-                "a GPU, or choose another model"
-            )
+            known = ", ".join(map(str, supported))
+            raise ConfigError(f"{setting}: {shown}, but vLLM's engine for CPUs supports {known}; train on a GPU")
 
 
 def check_context(model: Settings, size: int) -> None:

@@ -72,15 +72,11 @@ def remarks(config: Config) -> list[str]:
     rollout, engine, notes = config.rollout, config.engine, []
     changed = [f"rollout.{key}={value:g}" for key in neutral if (value := getattr(rollout, key)) != neutral[key]]
     if changed:
-        notes.append(
-            f"{', '.join(changed)}: the engine's log-probabilities are renormalised over the tokens it keeps, "
-            "the trainer's are not; expect a larger sampler-trainer KL"
-        )
+        why = "the engine's log-probabilities alone are renormalised over the tokens it keeps"
+        notes.append(f"{', '.join(changed)}: {why}; expect a larger sampler-trainer KL")
     if config.structured:
-        notes.append(
-            "environments: structured: true: the engine's log-probabilities cover the tokens that the grammar allows, "
-            "the trainer's all tokens; loss.correction weights each token by the ratio, and mismatch/* reports it"
-        )
+        why = "the engine's log-probabilities cover the tokens that the grammar allows, the trainer's all tokens"
+        notes.append(f"environments: structured: true: {why}; loss.correction weights each token by the ratio")
     if (quantization := engine.args.get("quantization")) is not None:
         notes.append(f"engine.args.quantization={quantization}: the engine's weights differ from the policy's")
     if engine.kv_cache_memory_bytes is not None and engine.gpu_memory_utilization is not None:
@@ -91,16 +87,12 @@ def remarks(config: Config) -> list[str]:
     if tracking.wandb == "off" and tracking.wandb_project != type(tracking).model_fields["wandb_project"].default:
         notes.append(f"tracking.wandb_project={tracking.wandb_project}: no effect, because tracking.wandb is off")
     if config.deterministic and config.sync_frequency > 1:
-        notes.append(
-            f"deterministic: true with sync_frequency={config.sync_frequency}: a run stopped by a signal between two "
-            "syncs resumes with a sync, so it does not repeat the uninterrupted run"
-        )
+        what = f"deterministic: true with sync_frequency={config.sync_frequency}"
+        notes.append(f"{what}: a run that a signal stops between two syncs does not repeat the uninterrupted run")
     played = {source.type for source in config.environments} & {"agent", "episode"}
     if config.deterministic and played:
-        notes.append(
-            f"deterministic: true with type: {min(played)}: which turns are decoded together depends on how long tools "
-            "take, and changes rounding; a resumed run may differ in the last bits of a log-probability"
-        )
+        why = "which turns are decoded together, and so the last bits, depend on how long tools take"
+        notes.append(f"deterministic: true with type: {min(played)}: a resumed run may differ, because {why}")
     return [*notes, *config.evaluation.remarks(config.environments)]
 
 
@@ -178,10 +170,8 @@ def _engines(config: Config) -> Lines:
         yield f"loss.old_logprobs=sampling: must be trainer with structured: true, {why}"
     partly_frozen = policy.lora is not None or policy.train_layers is not None
     if config.weights == "shared" and partly_frozen and opponent not in (None, config.model):
-        yield (
-            "weights=shared: must be copied with an opponent of another model beside policy.lora or "
-            "policy.train_layers, because its frozen weights would stay in the engine"
-        )
+        rule = "must be copied with an opponent of another model beside policy.lora or policy.train_layers"
+        yield f"weights=shared: {rule}, because its frozen weights would stay in the engine"
     if served:
         yield from _servers(config.engine, config.weights, stale, policy)
     elif config.engine.urls:
@@ -217,10 +207,9 @@ def _servers(engine: EngineConfig, weights: str, max_staleness: int, policy: Pol
     if engine.bridge == "adapter" and (policy.lora is None or policy.has_4_bit_base):
         yield "engine.bridge=adapter: needs policy.lora with base_dtype: auto; otherwise use broadcast or restart"
     if engine.bridge == "shared" and (len(engine.urls) > 1 or engine.tensor_parallel_size > 1):
-        yield (
-            f"engine.bridge=shared: needs one server of one GPU, not {max(len(engine.urls), 1)} of "
-            f"{engine.tensor_parallel_size}: FSDP2 shards every layer by rows, tensor parallelism some by columns"
-        )
+        found = f"{max(len(engine.urls), 1)} of {engine.tensor_parallel_size}"
+        why = "FSDP2 shards every layer by rows, tensor parallelism some by columns"
+        yield f"engine.bridge=shared: needs one server of one GPU, not {found}: {why}"
     if engine.bridge == "shared" and max_staleness:
         yield "rollout.max_staleness=1: must be 0 with engine.bridge: shared, where an update changes both at once"
 
@@ -236,10 +225,9 @@ def _environments(config: Config) -> Lines:
     share, prompts = config.atropos_share, rollout.prompts_per_step
     is_whole = abs(share - round(share)) <= 1e-6 and 1 <= round(share) < prompts
     if found and len(sources) > 1 and not is_whole:
-        yield (
-            f"environments: weight={found[0].weight:g} of the atropos entry gives it {share:.4g} of "
-            f"rollout.prompts_per_step={prompts}; it and the other entries need a whole number of prompts, at least 1"
-        )
+        gets = f"gives it {share:.4g} of rollout.prompts_per_step={prompts}"
+        rule = "it and the other entries need a whole number of prompts, at least 1"
+        yield f"environments: weight={found[0].weight:g} of the atropos entry {gets}; {rule}"
     entries = {f"environments.{index}": source for index, source in enumerate(sources)}
     entries |= {f"evaluation.sets.{i}.source": entry.source for i, entry in enumerate(config.evaluation.sets)}
     for key, source in entries.items():

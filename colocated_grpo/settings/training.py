@@ -213,10 +213,8 @@ class PolicyConfig(Section):
             why = "which freezes all weights of the model; set policy.lora.layers for the blocks that get an adapter"
             yield f"policy.train_layers={layers_text(self.train_layers)}: must be null with policy.lora, {why}"
         if self.cpu_offload:
-            yield (
-                "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights "
-                "on the device; set policy.lora.base_on_host to keep the base weights in host memory"
-            )
+            rule = "must be false with policy.lora, whose forward pass reads the merged weights on the device"
+            yield f"policy.cpu_offload=true: {rule}; see policy.lora.base_on_host"
         if self.lora.base_on_host and self.has_4_bit_base:
             yield "policy.lora.base_on_host=true: must be false with base_dtype: nf4, as each pass reads the base"
         if self.load_balancing:

@@ -223,10 +223,8 @@ def verdict(rows: Sequence[files.Row]) -> str:
         parts.append(f"{fmean(shares):.0%} of the groups had no signal (equal rewards)")
     # Cut completions usually get equal rewards: other prompts would not help.
     if latest_cut > OFTEN_CUT:
-        parts.append(
-            f"{latest_cut:.0%} of the completions were cut at the end: raise rollout.max_completion_tokens, or ask for "
-            "shorter answers"
-        )
+        advice = "raise rollout.max_completion_tokens, or ask for shorter answers"
+        parts.append(f"{latest_cut:.0%} of the completions were cut at the end: {advice}")
     elif latest_constant > MOSTLY:
         parts[-1] += f", {latest_constant:.0%} at the end: prompts of another difficulty would teach more"
     return "; ".join(parts) + "."

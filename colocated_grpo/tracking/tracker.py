@@ -73,10 +73,10 @@ def instability(row: Mapping[str, float]) -> str | None:
     loss, ratio = row.get("loss", 0.0), row.get("ratio", 1.0)
     if not (loss < LOWEST_LOSS or ratio > HIGHEST_RATIO):
         return None
+    advice = "lower policy.lr, add policy.warmup_steps, or check that clipping is on (loss.clip_low, loss.clip_high)"
     return (
         f"warning: loss={number(loss)}, ratio={number(ratio)}: for {STEPS} steps the loss was below "
-        f"{LOWEST_LOSS:g} or the ratio above {HIGHEST_RATIO:g}, so updates are too large; lower policy.lr, add "
-        "policy.warmup_steps, or check that clipping is on (loss.clip_low, loss.clip_high)"
+        f"{LOWEST_LOSS:g} or the ratio above {HIGHEST_RATIO:g}, so updates are too large; {advice}"
     )
 
 
@@ -178,10 +178,8 @@ class Tracker:
         for name, value in facts.items():
             logger.debug("%s: %s", name, value)
         if secrets:
-            self.note(
-                f"{', '.join(secrets)}: secrets, which config.yaml holds and only you can read; prefer environment "
-                "variables"
-            )
+            rule = "secrets, which config.yaml holds and only you can read; prefer environment variables"
+            self.note(f"{', '.join(secrets)}: {rule}")
         if changes := changed_settings(before, settings):
             self.note(f"settings changed since the last start: {', '.join(changes)}")
         if edited:

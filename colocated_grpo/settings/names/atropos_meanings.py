@@ -157,11 +157,8 @@ def warmup(value: int, command: Command) -> Meaning:
     if value <= steps:
         return Meaning(settings={"policy.warmup_steps": value})
     reached = command.value("--lr") * steps / value
-    return Meaning(
-        settings={"policy.warmup_steps": steps},
-        note=f"longer than --training-steps {steps}, so the learning rate rises to {reached:g} only; policy.lr and "
-        "policy.warmup_steps describe this part of the ramp",
-    )
+    note = f"longer than --training-steps {steps}, so the learning rate rises to {reached:g} only"
+    return Meaning(settings={"policy.warmup_steps": steps}, note=note)
 
 
 def sequences(value: int, command: Command) -> Meaning:

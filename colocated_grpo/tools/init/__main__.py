@@ -122,10 +122,8 @@ def _model(plan: Choices, name: str, place: Placement, folder: Path) -> Setting:
     count = f"{total / 1e9:.3g} B" if total >= 1e9 else f"{total / 1e6:.3g} M"
     host = f", and {gib(need.host)} of host memory" if need.host else ""
     where = f"each GPU of {gib(place.device_bytes)}" if place.on_gpu else "the CPU"
-    text = (
-        f"{count} parameters. By arithmetic, {where} needs at least {gib(need.training)} while training and "
-        f"{gib(need.generating)} while generating{host}: {plan.memory.why}."
-    )
+    needs = f"{gib(need.training)} while training and {gib(need.generating)} while generating{host}"
+    text = f"{count} parameters. By arithmetic, {where} needs at least {needs}: {plan.memory.why}."
     if place.on_gpu:
         sized = "a run sizes cache and micro-batches by the free memory that it finds"
         text += f" What is left holds the KV cache of {plan.memory.sequences:,} full sequences; {sized}."

@@ -197,14 +197,12 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
     elif only_formulas and importlib.util.find_spec("math_verify") is not None:
         name, prompt = "math_verify", BY_FORMULA
         why = f"compares formulas: all of {column!r} are numbers or in LaTeX"
-    elif max(map(len, answers)) <= MAX_EXACT_CHARACTERS:
+    elif (longest := max(map(len, answers))) <= MAX_EXACT_CHARACTERS:
         name, prompt = "exact_match", BY_TAG
         why = f"compares the final answer with {column!r}, which has at most {MAX_EXACT_CHARACTERS} characters"
     else:
-        raise ConfigError(
-            f"data: answers in {column!r} have up to {max(map(len, answers))} characters, and no built-in reward "
-            "compares such texts; name your own function with --reward my_rewards.py:function"
-        )
+        rule = f"answers in {column!r} have up to {longest} characters, and no built-in reward compares such texts"
+        raise ConfigError(f"data: {rule}; name your own function with --reward my_rewards.py:function")
     return Reward(name=name, why=why, system_prompt=prompt, rename=rename)
 
 

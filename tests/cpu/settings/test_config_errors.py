@@ -404,7 +404,7 @@ def test_a_yaml_document_of_exponential_size_is_read_quickly():
         (
             "policy: {lora: {}, cpu_offload: true}",
             "policy.cpu_offload=true: must be false with policy.lora, whose forward pass reads the merged weights on "
-            "the device; set policy.lora.base_on_host to keep the base weights in host memory",
+            "the device; see policy.lora.base_on_host",
         ),
         (
             "policy: {lora: {base_dtype: nf4, base_on_host: true}}",
