@@ -26,6 +26,7 @@ from colocated_grpo.rollout.resample import Resampling
 from colocated_grpo.rollout.supply import AheadSupply, MixedSupply, Opponent, PromptSupply, Supply
 from colocated_grpo.servers import agent_app, text
 from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfig
+from colocated_grpo.settings.generation import RESHAPING
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
 from colocated_grpo.types import Prompt
@@ -203,10 +204,7 @@ def build_prompt_supply(
     sampling = Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
-        top_p=rollout.top_p,
-        top_k=rollout.top_k,
-        min_p=rollout.min_p,
-        repetition_penalty=rollout.repetition_penalty,
+        **{name: getattr(rollout, name) for name in RESHAPING},
         stop=tuple(rollout.stop),
         stop_token_ids=model.stop_token_ids,
         repetition_detection=RepetitionDetection.of(rollout.repetition_detection),

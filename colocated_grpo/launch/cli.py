@@ -103,19 +103,14 @@ def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> progra
         raise ConfigError(f"--master-addr: required with --nodes={nodes}; it is the address of node 0")
     if port is not None and not 0 < port <= program.LAST_PORT:
         raise ConfigError(f"--master-port={port}: must be between 1 and {program.LAST_PORT}")
+    unchanged = ("engine_gpus", "nodes", "node_rank", "join_timeout", "resume", "log_level", "log_dir")
     return program.Launch(
+        **{name: getattr(options, name) for name in unchanged},
         gpus=gpus,
-        engine_gpus=engine_gpus,
         ranks=gpus - engine_gpus if gpus else options.nproc or 1,
-        nodes=nodes,
-        node_rank=options.node_rank,
         master_addr=options.master_addr or "localhost",
         master_port=port or (DEFAULT_MASTER_PORT if nodes > 1 else 0),
-        join_timeout=options.join_timeout,
         config=config_file(options),
-        resume=options.resume,
-        log_level=options.log_level,
-        log_dir=options.log_dir,
         overrides=tuple(overrides),
     )
 

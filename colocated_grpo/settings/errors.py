@@ -134,6 +134,8 @@ def show(value: object) -> str:
     return shortened(text, MAX_VALUE_CHARACTERS)
 
 
+Locations = dict[KeyPath, SettingLocation]
+
 _RULES = {
     "missing": "required, but not given",
     "greater_than_equal": "must be at least {ge}",
@@ -154,10 +156,10 @@ _RULES = {
 
 def error_lines(
     errors: Sequence[ErrorDetails],
-    tree: Mapping[str, object],
-    locations: Mapping[KeyPath, SettingLocation],
+    tree: SettingsTree,
+    locations: Locations,
     model: type[BaseModel],
-    aliases: Mapping[str, str],
+    aliases: dict[str, str],
 ) -> list[str]:
     """Return one line for each setting with pydantic errors. aliases: old names -> names shown in suggestions.
 
@@ -299,7 +301,7 @@ def raise_on(*lines: str) -> None:
         raise ConfigError(*lines)
 
 
-def location_suffix(path: KeyPath, locations: Mapping[KeyPath, SettingLocation]) -> str:
+def location_suffix(path: KeyPath, locations: Locations) -> str:
     """Return ' (line 7 of x.yaml)' for the key. For a missing key, the location of the nearest section around it."""
     for length in range(len(path), 0, -1):
         if path[:length] in locations:

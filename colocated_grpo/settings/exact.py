@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import text_part
+from colocated_grpo.settings.generation import RESHAPING
 from colocated_grpo.settings.model_support import head_sizes
 from colocated_grpo.settings.schema import EngineConfig, PolicyConfig, RolloutConfig
 from colocated_grpo.types import JsonObject
@@ -15,21 +16,16 @@ HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
     """Yield a line for each setting with which engine and policy compute different log-probabilities."""
+    unset = ("quantization", "kv_cache_dtype", "compilation_config", "use_fp64_gumbel")
     needed = {
         "engine.placement": (engine.placement, "colocated"),
         "engine.tensor_parallel_size": (engine.tensor_parallel_size, 1),
         "engine.dtype": (engine.dtype, "auto"),
-        "engine.args.quantization": (engine.args.get("quantization"), None),
-        "engine.args.kv_cache_dtype": (engine.args.get("kv_cache_dtype"), None),
-        "engine.args.compilation_config": (engine.args.get("compilation_config"), None),
-        "engine.args.use_fp64_gumbel": (engine.args.get("use_fp64_gumbel") or None, None),
+        **{f"engine.args.{name}": (engine.args.get(name) or None, None) for name in unset},
         "policy.compile": (policy.compile or "auto", "auto"),
         "policy.context_parallel": (policy.context_parallel, 1),
         "rollout.partial": (None if rollout.partial is None else "...", None),
-        "rollout.top_p": (rollout.top_p, 1.0),
-        "rollout.top_k": (rollout.top_k, 0),
-        "rollout.min_p": (rollout.min_p, 0.0),
-        "rollout.repetition_penalty": (rollout.repetition_penalty, 1.0),
+        **{f"rollout.{name}": (getattr(rollout, name), getattr(RolloutConfig(), name)) for name in RESHAPING},
     }
     for key, (value, wanted) in needed.items():
         if value != wanted:

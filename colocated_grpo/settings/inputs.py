@@ -50,7 +50,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         model_support.check_has_experts(model, f"policy.load_balancing={config.policy.load_balancing:g}")
     model_support.check_context(model, config.policy.context_parallel)
     raise_on(*_check_layers(config.policy, model, config.model.name))
-    if (opponent := config.opponent_model) not in (None, config.model):
+    if (opponent := config.opponent_model) is not None and opponent != config.model:
         _check_opponent(opponent, model, config.model.name)
     text, name = config_json.text_part(model), config.model.name
     heads, size = config_json.attention_heads(text), config.engine.tensor_parallel_size

@@ -10,6 +10,7 @@ from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
 from colocated_grpo.settings.errors import raise_on
 from colocated_grpo.settings.evaluation import HELD_OUT
+from colocated_grpo.settings.generation import RESHAPING
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
 
 Lines = Iterator[str]
@@ -68,10 +69,9 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
 
 def remarks(config: Config) -> list[str]:
     """Return notes about settings that are valid but have side effects."""
-    neutral = {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}
-    rollout, engine, notes = config.rollout, config.engine, []
-    changed = [f"rollout.{key}={value:g}" for key in neutral if (value := getattr(rollout, key)) != neutral[key]]
-    if changed:
+    engine, notes, default = config.engine, [], RolloutConfig()
+    chosen = {key: getattr(config.rollout, key) for key in RESHAPING}
+    if changed := [f"rollout.{key}={chosen[key]:g}" for key in RESHAPING if chosen[key] != getattr(default, key)]:
         why = "the engine's log-probabilities alone are renormalised over the tokens it keeps"
         notes.append(f"{', '.join(changed)}: {why}; expect a larger sampler-trainer KL")
     if config.structured:

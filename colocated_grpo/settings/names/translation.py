@@ -212,7 +212,7 @@ def new_names() -> dict[str, str]:
     return {old: old if not new or " " in new else new for old, new in names.items()} | suggested
 
 
-def translate_names(tree: errors.SettingsTree, locations: dict[errors.KeyPath, errors.SettingLocation]) -> list[str]:
+def translate_names(tree: errors.SettingsTree, locations: errors.Locations) -> list[str]:
     """Replace old names in `tree` and `locations` by new names, in place, and return notes for the user.
 
     A name on the command line takes precedence over another name of the same setting in the file. Raises ConfigError
@@ -285,10 +285,7 @@ def _uses(pattern: str, tree: errors.SettingsTree) -> list[errors.KeyPath]:
 
 
 def _translate_one(
-    tree: errors.SettingsTree,
-    locations: dict[errors.KeyPath, errors.SettingLocation],
-    path: errors.KeyPath,
-    alias: Alias,
+    tree: errors.SettingsTree, locations: errors.Locations, path: errors.KeyPath, alias: Alias
 ) -> NewSettings:
     # A key merged by a YAML anchor has no line.
     location = locations.get(path, errors.SettingLocation(where="config file"))
