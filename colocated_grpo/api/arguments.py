@@ -252,9 +252,7 @@ def evaluation_sets(
     No training rows are held out unless `entry`, the training data, sets held_out or eval_split. Raises ConfigError.
     """
     if not isinstance(entry, sources.DatasetSourceConfig):
-        raise ConfigError(
-            f"{sources.EVAL_DATASETS}: needs a train_dataset, whose columns and rewards these datasets share"
-        )
+        raise ConfigError(f"{sources.EVAL_DATASETS}: needs a train_dataset, whose columns and rewards they share")
     if not datasets:
         raise ConfigError(f"{sources.EVAL_DATASETS}={{}}: must have an entry, or be left out")
     shared = entry.model_dump(mode="json", include=_SHARED)

@@ -131,11 +131,11 @@ def model_settings(model: Any) -> dict[str, str | None]:
 
     from colocated_grpo.policy.checkpoint_files import CheckpointReader, download_model
 
-    here = Path(name).is_dir()
-    revision = None if here else getattr(model.config, "_commit_hash", None)
-    reader = CheckpointReader(
-        Path(name) if here else download_model(ModelConfig(name=name, revision=revision), "model")
-    )
+    revision, folder = None, Path(name)
+    if not folder.is_dir():
+        revision = getattr(model.config, "_commit_hash", None)
+        folder = download_model(ModelConfig(name=name, revision=revision), "model")
+    reader = CheckpointReader(folder)
     for weight, parameter in model.named_parameters():
         if weight in reader.shapes:
             stored = torch.empty(reader.shapes[weight], dtype=parameter.dtype)

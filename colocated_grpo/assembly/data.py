@@ -4,7 +4,6 @@ Of evaluation too: prompts, sampling and metrics of held-out prompts and evaluat
 """
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -29,9 +28,8 @@ from colocated_grpo.settings.evaluation import HELD_OUT, PREFIX, EvaluationConfi
 from colocated_grpo.settings.generation import RESHAPING
 from colocated_grpo.settings.schema import Config, RolloutConfig
 from colocated_grpo.summaries import held_out_metrics, mixed_held_out_metrics
+from colocated_grpo.tracking.text import Note
 from colocated_grpo.types import Prompt
-
-Note = Callable[[str], None]
 
 
 def import_answers(evaluation: EvaluationConfig) -> list[Answer | None]:
@@ -137,7 +135,7 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     return Data(environments=environments, source=source, sets=sets)
 
 
-def open_source(environments: Environments, note: Callable[[str], None]) -> BatchSource:
+def open_source(environments: Environments, note: Note) -> BatchSource:
     """Return the source of training prompts. Rank 0 only: reads data."""
     source = environments.open_source()
     for environment in environments.trained:

@@ -1,6 +1,6 @@
 """The policy, its reference and the engines of a run, with the sync between them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +30,7 @@ from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.settings.losses import KLConfig
 from colocated_grpo.settings.schema import Config, FreshnessConfig, ModelConfig, OpponentConfig
 from colocated_grpo.settings.sources import AgentSourceConfig
+from colocated_grpo.tracking.text import Note
 from colocated_grpo.weights.colocated import ColocatedSync, FrozenOpponent, share
 
 
@@ -39,8 +40,7 @@ class Site:
 
     world: World
     stop: StopRequest
-    note: Callable[[str], None]
-    """Shows one line to the user."""
+    note: Note
     resources: ExitStack
     """Receives everything to close, also after a failure."""
 
@@ -176,9 +176,7 @@ def build_engine(spec: EngineSpec, policy: Policy, world: World) -> VLLMEngine:
     return engine
 
 
-def rehearse(
-    config: Config, policy: Policy, engine: LocalEngine | None, world: World, note: Callable[[str], None]
-) -> Config:
+def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: World, note: Note) -> Config:
     """Return the config with the micro-batch size decided by trial steps. Collective. engine: asleep.
 
     If the memory suffices for engine and training at once, the engine never sleeps again, and training keeps CUDA

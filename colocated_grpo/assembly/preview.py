@@ -1,7 +1,7 @@
 """What a dry run shows: the first prompts as the model reads them, and the rewards of a right and a useless answer."""
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 
@@ -23,7 +23,7 @@ from colocated_grpo.settings import config_json, model_sizes
 from colocated_grpo.settings.exact import check_exact
 from colocated_grpo.settings.run_sizes import FULL, Placement, RunSizes, disk_notes, fits, gib, memory_fix
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.tracking.text import without_middle
+from colocated_grpo.tracking.text import Note, without_middle
 from colocated_grpo.types import Completion, Prompt, Score
 
 USELESS = "I do not know."
@@ -35,7 +35,7 @@ ROLES = {"system", "developer", "user", "assistant", "model", "tool", "function"
 MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  # JSON, or as str() writes them
 
 
-def preview(config: Config, place: Placement, note: Callable[[str], None]) -> list[str]:
+def preview(config: Config, place: Placement, note: Note) -> list[str]:
     """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
 
     Imports the code of the environments, reads their data and computes rewards. place: the ranks that would
@@ -95,7 +95,7 @@ def preview(config: Config, place: Placement, note: Callable[[str], None]) -> li
     return [*lines, "ok: settings, model, data, functions and the first prompts"]
 
 
-def show_needs(run: RunSizes, note: Callable[[str], None]) -> str:
+def show_needs(run: RunSizes, note: Note) -> str:
     """Return memory and disk space by arithmetic. Note what this machine, which may be another, does not have."""
     place = run.place
     host = psutil.virtual_memory().total * place.nodes // place.ranks
@@ -140,9 +140,7 @@ def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:
         yield from (f"    | {line}" for line in visible(without_middle(prompt.text, SHOWN_CHARACTERS)).splitlines())
 
 
-def show_rewards(
-    prompts: Sequence[Prompt], scorers: Mapping[str, Scorer], timeout: float, note: Callable[[str], None]
-) -> Iterator[str]:
+def show_rewards(prompts: Sequence[Prompt], scorers: Mapping[str, Scorer], timeout: float, note: Note) -> Iterator[str]:
     """Yield a line for each source with a scorer: the reward of its first prompt's answer, and of a useless answer."""
     first = {prompt.source: prompt for prompt in reversed(prompts)}
     for source, prompt in sorted(first.items()):

@@ -176,9 +176,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         "--task",
         help="task to warm-start on: a built-in task or episode, or a module:object whose items have an 'answer'",
     )
-    parser.add_argument(
-        "--task-args", default="{}", metavar="YAML", help="arguments of the task, such as '{max_digits: 6}'"
-    )
+    parser.add_argument("--task-args", default="{}", metavar="YAML", help="its arguments, such as '{max_digits: 6}'")
     for flag, field, metavar, text in WARM_START_FLAGS:
         default = getattr(DEFAULTS, field)
         shown = f"{text} (default: {default:g})"

@@ -109,9 +109,7 @@ SECTIONS = {
         Chart("KL to the reference", {"kl": "k3"}),
         Chart("Gradient norm", {"grad_norm": "before clipping"}),
         Chart("Loss", {"loss": "loss"}),
-        Chart(
-            "Log-probability by sign of the advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}
-        ),
+        Chart("Log-probability by sign of advantage", {"logprob/positive": "positive", "logprob/negative": "negative"}),
         Chart("Learning rate", {"lr": "lr"}),
         Chart("Staleness", {"staleness": "mean", "staleness/max": "oldest token"}, "optimizer steps"),
     ),
@@ -220,9 +218,8 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]], errors: dict[str,
     explanation = f'<p class="meaning">{as_html(explained)}</p>' if explained else ""
     unit = f' <span class="quiet">{as_html(chart.unit)}</span>' if chart.unit else ""
     last = ((line, *line.points[-1]) for line in series)
-    legend = "".join(
-        legend_entry(line.color, line.name, with_error(value, line.errors.get(step))) for line, step, value in last
-    )
+    entries = (legend_entry(line.color, line.name, with_error(y, line.errors.get(x))) for line, x, y in last)
+    legend = "".join(entries)
     caption = f"<figcaption><h3>{as_html(chart.title)}{unit}</h3>{explanation}{legend}</figcaption>"
     return f"<figure>{caption}{line_chart(series)}</figure>"
 

@@ -6,7 +6,7 @@ A killed run loses at most the last line of a .jsonl file. Readers skip it, and 
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import UnionType
@@ -16,6 +16,7 @@ import yaml
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.errors import masked
+from colocated_grpo.tracking.text import Note
 from colocated_grpo.types import JsonObject
 
 CONFIG_FILE = "config.yaml"
@@ -71,7 +72,7 @@ def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
         yield row
 
 
-def keep_before(path: Path, first_step: int, schema: RowSchema, note: Callable[[str], None]) -> None:
+def keep_before(path: Path, first_step: int, schema: RowSchema, note: Note) -> None:
     """Rewrite a .jsonl file, as a stream, without rows of steps >= `first_step` and, with a note, damaged lines."""
 
     def kept() -> Iterator[str]:
@@ -162,7 +163,7 @@ def write_config(run_dir: Path, config: JsonObject) -> list[str]:
     return secrets
 
 
-def append_environment(run_dir: Path, start: JsonObject, note: Callable[[str], None]) -> None:
+def append_environment(run_dir: Path, start: JsonObject, note: Note) -> None:
     """Add a start of the run to environment.json, which lists all starts. A damaged file is set aside, with a note."""
     try:
         starts = read_environment(run_dir)
@@ -258,7 +259,7 @@ def game_title(game: Row) -> str:
     return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"
 
 
-def keep_games_before(run_dir: Path, first_step: int, note: Callable[[str], None]) -> None:
+def keep_games_before(run_dir: Path, first_step: int, note: Note) -> None:
     """Drop the games of steps >= `first_step`: they ended after the checkpoint that is resumed."""
     # Events are written before games, so a kill may leave events only.
     for name, schema in ((EVENTS_FILE, STEP_ROW), (GAMES_FILE, GAME_ROW)):

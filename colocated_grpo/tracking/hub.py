@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,7 +16,7 @@ from colocated_grpo.errors import RunError, visible
 from colocated_grpo.settings.schema import HubConfig
 from colocated_grpo.settings.sources import DATA_SUFFIXES, TRAIN_DATASET
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.text import figure
+from colocated_grpo.tracking.text import Note, figure
 from colocated_grpo.types import JsonObject
 
 STAGING = "hub"
@@ -33,9 +33,7 @@ SETTINGS = (
 class Hub:
     """The run's repository. Only rank 0 pushes, by `hf upload` in a process of its own, so training is not delayed."""
 
-    def __init__(
-        self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Callable[[str], None]
-    ) -> None:
+    def __init__(self, settings: HubConfig, run_dir: Path, final: int | None, text_part: bool, note: Note) -> None:
         """final: the step whose export is pushed at the end. text_part: the adapter is for the base's text part."""
         self._settings = settings
         self._run_dir = run_dir
@@ -175,9 +173,7 @@ def card(repo: str, config: JsonObject, rows: Sequence[files.Row], step: int, te
             f"## Use\n\n{_use(repo, shown, adapter, text_part)}",
             _table("Reward", ("Metric", "First", "Last"), ends),
             _table("Data", ("Type", "Name", "Rewards"), sources),
-            _table(
-                "Settings", ("Setting", "Value"), [(k, settings[k]) for k in SETTINGS if settings.get(k) is not None]
-            ),
+            _table("Settings", ("Setting", "Value"), [(k, v) for k in SETTINGS if (v := settings.get(k)) is not None]),
         ]
     )
 

@@ -16,7 +16,7 @@ from colocated_grpo.settings.errors import masked, masked_arguments
 from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
-from colocated_grpo.tracking.text import without_middle
+from colocated_grpo.tracking.text import Note, without_middle
 from colocated_grpo.types import Group, JsonObject, Rollout
 
 HELD_OUT_ROLLOUTS = 16
@@ -30,12 +30,7 @@ class RunWriter:
     """Append to metrics.jsonl and rollouts.jsonl. Drops rows of steps >= `first_step`, which a resume repeats."""
 
     def __init__(
-        self,
-        run_dir: Path,
-        first_step: int,
-        rollouts_per_step: int,
-        note: Callable[[str], None],
-        decode: Decode | None = None,
+        self, run_dir: Path, first_step: int, rollouts_per_step: int, note: Note, decode: Decode | None = None
     ) -> None:
         """decode: separates sampled from observed text in rollouts of several turns; None: stored as one text."""
         self.rollouts_per_step = rollouts_per_step
@@ -155,7 +150,7 @@ class Sink:
 class Sinks:
     """The external trackers enabled in the configuration. By default there are none, and nothing is imported."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, note: Note) -> None:
         self._note = note
         self._sinks: dict[str, Sink] = {}
         self._tables_every = self._table_rows = 0
@@ -203,7 +198,7 @@ class Sinks:
             self._note(f"{name} disabled: {reason}")
 
 
-def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: Callable[[str], None]) -> Sink:
+def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: Note) -> Sink:
     import wandb
 
     os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it

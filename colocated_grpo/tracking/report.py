@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -15,7 +15,7 @@ from colocated_grpo.runtime.program import OneLineParser
 from colocated_grpo.runtime.run_folder import is_locked
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import charts, files, page, transcripts
-from colocated_grpo.tracking.text import as_html, duration, figure, number
+from colocated_grpo.tracking.text import Note, as_html, duration, figure, number
 from colocated_grpo.types import STDERR, JsonObject
 
 REFRESH_SECONDS = 30
@@ -41,10 +41,10 @@ OFTEN_CUT = 0.2
 class LiveReport:
     """Rewrites the report of a run that trains. The longer a rewrite takes, the less often it is done."""
 
-    def __init__(self, run_dir: Path, note: Callable[[str], None]) -> None:
+    def __init__(self, run_dir: Path, note: Note) -> None:
         """note: shows the path of the first report."""
         self._run_dir = run_dir
-        self._note: Callable[[str], None] | None = note
+        self._note: Note | None = note
         self._due = 0.0
 
     def step(self) -> None:
@@ -182,9 +182,8 @@ def _time_bar(train: Sequence[files.Row]) -> str:
     total = sum(row["seconds/step"] for row in timed)
     if not total:
         return ""
-    shares = {
-        name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in charts.phase_names(timed)
-    }
+    names = charts.phase_names(timed)
+    shares = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in names}
     shown = {name: share for name, share in shares.items() if share >= SMALLEST_SHARE}
     colors = {name: index % charts.NUM_COLORS for index, name in enumerate(shown)} | {"other": charts.NUM_COLORS}
     if (other := 1 - sum(shown.values())) >= SMALLEST_SHARE:

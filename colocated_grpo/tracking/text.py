@@ -1,7 +1,7 @@
 """Formatting of numbers, durations and untrusted text for console, report and tools."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from html import escape
 
@@ -9,6 +9,8 @@ from colocated_grpo.errors import visible
 from colocated_grpo.types import STDERR
 
 LEFT_OUT = "\n[...]\n"
+Note = Callable[[str], None]
+"""Shows one line to the user."""
 
 
 def number(value: float | None) -> str:

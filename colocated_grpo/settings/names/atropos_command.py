@@ -94,9 +94,7 @@ FLAGS: tuple[Flag, ...] = (
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add Atropos' flags to the launcher's. A flag that is not given leaves no attribute."""
     parser.prog += " atropos"
-    parser.description = (
-        "Run a command line of Atropos' example trainer. docs/guides/from_atropos.md explains its flags."
-    )
+    parser.description = "Run a command line of Atropos' example trainer: docs/guides/from_atropos.md"
     group = parser.add_argument_group("flags of Atropos' example trainer")
     for flag in FLAGS:
         shown = "" if flag.default is None or flag.default is False else f"default: {_text(flag.default)}"

@@ -174,9 +174,8 @@ def sequence_length(value: int, _command: Command) -> Meaning:
     """Split the length equally: only the sum limits the sequences of an Atropos environment."""
     if value < 2:
         raise ValueError("must be at least 2, a token of prompt and one sampled")
-    return Meaning(
-        settings={"rollout.max_prompt_tokens": value // 2, "rollout.max_completion_tokens": value - value // 2}
-    )
+    prompt = value // 2
+    return Meaning(settings={"rollout.max_prompt_tokens": prompt, "rollout.max_completion_tokens": value - prompt})
 
 
 def model_length(value: int, command: Command) -> Meaning:

@@ -220,9 +220,7 @@ TRL: dict[str, Alias] = {
     **renames("policy.optimizer", "beta1=adam_beta1 beta2=adam_beta2 eps=adam_epsilon weight_decay"),
     **renames("engine", "sleep=vllm_enable_sleep_mode gpu_memory_utilization=vllm_gpu_memory_utilization"),
     **renames("engine", "max_model_len=vllm_max_model_length tensor_parallel_size=vllm_tensor_parallel_size"),
-    "max_steps": Alias(
-        _max_steps, "training_steps", "counts batches of batch.minibatches * batch.epochs optimizer steps each"
-    ),
+    "max_steps": Alias(_max_steps, "training_steps", "a step makes batch.minibatches * batch.epochs optimizer steps"),
     "num_train_epochs": Alias(_epochs, remark="training_steps is given and takes precedence"),
     **each(_LOADING, not_needed("master weights are float32, the forward pass bfloat16"), "model_init_kwargs."),
     "model_init_kwargs.quantization_config": not_supported("give it to the trainer, or set load_in_4bit"),

@@ -81,9 +81,7 @@ def check_shared_memory(subject: Subject, folder: Path = SHARED_MEMORY) -> Findi
         status = failed if subject.launch.ranks > 1 else warning
         return status(f"{folder} has {gib(usage.total)}; ranks need {gib(MIN_SHARED_MEMORY)} or more", fix)
     if usage.free < MIN_SHARED_MEMORY / 4:
-        return warning(
-            f"{folder} has {gib(usage.free)} free of {gib(usage.total)}", f"ls -la {folder}; delete old files"
-        )
+        return warning(f"{folder} has {gib(usage.free)} free of {gib(usage.total)}", f"delete old files in {folder}")
     return ok(f"{folder} has {gib(usage.free)} free")
 
 

@@ -37,9 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("data", type=Path, metavar="DATA", help=f"{', '.join(READERS)}: one question a row")
     parser.add_argument("--model", required=True, metavar="NAME", help="folder or Hugging Face name")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this node; 0: the CPU (default: all visible)")
-    parser.add_argument(
-        "--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: as nvidia-smi reports it)"
-    )
+    parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: by nvidia-smi)")
     parser.add_argument("--reward", metavar="NAME", help="a built-in reward or file.py:function (default: by the data)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="YAML file (default: DATA.yaml in this folder)")
     options = parser.parse_args(arguments)
