@@ -139,9 +139,8 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
 def _log_level(name: str) -> str:
     """Check a log level. argparse's `choices` would not check a default taken from the environment."""
     if name not in program.LOG_LEVELS:
-        raise argparse.ArgumentTypeError(
-            f"{name!r}: must be one of {', '.join(program.LOG_LEVELS)} ({program.LOG_LEVEL_VARIABLE} too)"
-        )
+        known = ", ".join(program.LOG_LEVELS)
+        raise argparse.ArgumentTypeError(f"{name!r}: must be one of {known} ({program.LOG_LEVEL_VARIABLE} too)")
     return name
 
 

@@ -129,10 +129,8 @@ def train_on(
     world = process.world
     try:
         distributed.seed_everything(distributed.derive_seed(config.seed, "build"))
-        output_dir = Path(config.output_dir)
-        folder = world.from_main(
-            lambda: run_folder.lock_folder(run_folder.choose_run_folder(output_dir, config.run_name, resume, name))
-        )
+        choice = Path(config.output_dir), config.run_name, resume, name
+        folder = world.from_main(lambda: run_folder.lock_folder(run_folder.choose_run_folder(*choice)))
         output.folder = folder
         if resume is None and world.is_main:
             for line in missing_space(config, world):

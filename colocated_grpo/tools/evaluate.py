@@ -17,6 +17,7 @@ from colocated_grpo.servers.options import ModelSubject, subject_of
 from colocated_grpo.settings import inputs, rules
 from colocated_grpo.settings.config_file import load_config
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.tracking.text import figure
 from colocated_grpo.types import STDERR, JsonObject
 
 
@@ -92,10 +93,8 @@ def print_results(model: str, results: JsonObject) -> None:
     for name, result in results.items():
         metrics = {key.removeprefix(f"{name}/"): value for key, value in result["metrics"].items()}
         print(f"\n{name}: {result['prompts']} prompts x {result['samples']} completions")
-        for key, value in metrics.items():
-            if not key.endswith(STDERR):
-                error = metrics.get(key + STDERR)
-                print(f"  {key:<18} {value:10.4f}" + ("" if error is None else f"  +- {error:.4f}"))
+        for key in (key for key in metrics if not key.endswith(STDERR)):
+            print(f"  {key:<18} {figure(metrics, key)}")
 
 
 if __name__ == "__main__":

@@ -61,9 +61,7 @@ _TOSSIM: dict[str, Alias] = {
     ),
     "fsdp_config.use_orig_params": not_needed("FSDP2 always keeps the original parameters"),
     "fsdp_config.sync_state": not_needed("every rank loads the same checkpoint"),
-    **each(
-        "offload_full_state_dict_to_cpu rank0_only_state_dict", not_needed("checkpoints are sharded"), "fsdp_config."
-    ),
+    **each("offload_full_state_dict_to_cpu rank0_only_state_dict", not_needed("shards are saved"), "fsdp_config."),
     "fsdp_config.checkpoint_dir": renamed("output_dir"),
     **each("max_iterations max_ticks", renamed("training_steps")),
     "sync_every": renamed("sync_frequency"),
