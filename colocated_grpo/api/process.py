@@ -83,7 +83,8 @@ def process_of(config: Config, output: RunOutput, *, replace_group: bool) -> Gen
     sleeps = torch.cuda.is_available() and config.engine.placement == "colocated" and config.engine.sleep
     if sleeps and _had_sleeping_engine.is_set():
         rule = "vLLM has one sleeping engine in a process, and this process had one"
-        raise RunError(f"engine.sleep=true: {rule}; start a new one (restart the kernel), or set it to false")
+        advice = "start a new process (in a notebook: restart the kernel), or set it to false"
+        raise RunError(f"engine.sleep=true: {rule}; {advice}")
     if dist.is_initialized():
         if not replace_group:
             rule = "this process is in a process group already; Trainer.train() makes its own, one run at a time"

@@ -77,7 +77,8 @@ def _parser() -> argparse.ArgumentParser:
 def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model in an engine a rank, and all sets, else held-out prompts. Raises ConfigError."""
     if (path := config_file or subject.run_config) is None:
-        missing = "no such folder; " if subject.model.startswith(("/", ".")) and not Path(subject.model).exists() else ""
+        is_path = subject.model.startswith(("/", "."))
+        missing = "no such folder; " if is_path and not Path(subject.model).exists() else ""
         rule = "a file with evaluation.sets is required unless MODEL is a run folder"
         raise ConfigError(f"MODEL={subject.model!r}: {missing}--config: {rule}")
     config = read_settings(subject, path, overrides)

@@ -134,16 +134,26 @@ def _path(frame: Frame, points: Sequence[Point], css: str) -> str:
 
 
 def _axes(frame: Frame, ticks: Sequence[float]) -> str:
-    digits = 6 if 1e-2 <= max(abs(ticks[0]), abs(ticks[-1])) < 1e6 else 4  # in powers of ten, fewer fit the margin
     parts = []
     for tick in ticks:
         y = frame.y(tick)
         parts.append(f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{tick:,.{digits}g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{y + 4:.1f}" text-anchor="end">{_tick(tick, ticks)}</text>')
     for tick in nice_ticks(frame.low_x, frame.high_x):
         if frame.low_x <= tick <= frame.high_x and tick == int(tick):
             parts.append(f'<text x="{frame.x(tick):.1f}" y="{HEIGHT - 6}" text-anchor="middle">{tick:.0f}</text>')
     return "".join(parts)
+
+
+def _tick(tick: float, ticks: Sequence[float]) -> str:
+    """Format a tick with as many decimals as the tick distance needs; in powers of ten if very small or very large."""
+    largest, step = max(abs(ticks[0]), abs(ticks[-1])), ticks[1] - ticks[0]
+    if largest >= 1e6 or largest < 1e-2:
+        return f"{tick:.4g}" if abs(tick) > step / 2 else "0"
+    decimals = max(0, -math.floor(math.log10(step) + 1e-9))
+    if not math.isclose(step * 10**decimals, round(step * 10**decimals)):
+        decimals += 1
+    return f"{tick:,.{decimals}f}"
 
 
 def _hover_strips(frame: Frame, hover: dict[float, list[str]]) -> str:

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping
-from datetime import timedelta
 from html import escape
 
 from colocated_grpo.errors import visible
@@ -39,8 +38,11 @@ def with_error(value: float | None, error: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Format a duration. Example: 3725 -> '1:02:05'."""
-    return str(timedelta(seconds=round(seconds)))
+    """Format a duration. Example: 3725 -> '1h 02m', 75 -> '1m 15s', 4.2 -> '4s'."""
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 
 
 def printable(text: str, encoding: str = "utf-8") -> str:

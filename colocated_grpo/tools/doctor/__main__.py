@@ -15,8 +15,17 @@ from colocated_grpo.tools.doctor import machine
 from colocated_grpo.tools.doctor.subject import Finding, Subject
 from colocated_grpo.tracking.text import printable
 
-NAMES = "gpus gpu_memory torch transformers vllm variables shared_memory hostnames collective"
-CHECKS: Mapping[str, Callable[[Subject], Finding]] = {name: getattr(machine, f"check_{name}") for name in NAMES.split()}
+CHECKS: Mapping[str, Callable[[Subject], Finding]] = {
+    "gpus": machine.check_gpus,
+    "gpu_memory": machine.check_gpu_memory,
+    "torch": machine.check_torch,
+    "transformers": machine.check_transformers,
+    "vllm": machine.check_vllm,
+    "variables": machine.check_variables,
+    "shared_memory": machine.check_shared_memory,
+    "hostnames": machine.check_hostnames,
+    "collective": machine.check_collective,
+}
 
 STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red", "skipped": "dim"}
 STATUS_WIDTH = max(map(len, STYLES))

@@ -547,7 +547,7 @@ def test_numbers_are_formatted_short_and_missing_ones_as_a_dash() -> None:
     shown = {value: number(value) for value in (0.0, 1.0, 0.1234, 12.345, 123.45, 12345.6, 0.00123, 1.23e-6, -0.5)}
     assert list(shown.values()) == ["0", "1", "0.123", "12.35", "123.5", "12,346", "0.0012", "1.2e-06", "-0.500"]
     assert {number(None), number(math.nan), number(math.inf)} == {"-"}
-    assert [duration(seconds) for seconds in (4.2, 75, 3725)] == ["0:00:04", "0:01:15", "1:02:05"]
+    assert [duration(seconds) for seconds in (4.2, 75, 3725)] == ["4s", "1m 15s", "1h 02m"]
 
 
 def test_visible_keeps_printable_text_and_escapes_control_characters() -> None:
