@@ -12,8 +12,7 @@ from typing import Any
 from colocated_grpo.api.arguments import num_rows
 from colocated_grpo.callbacks import RunState
 from colocated_grpo.errors import ConfigError, RunError
-from colocated_grpo.settings.config_json import has_text_part, read_config_json
-from colocated_grpo.settings.inputs import check_hub
+from colocated_grpo.settings import config_json, inputs
 from colocated_grpo.settings.schema import Config, HubConfig
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.hub import Hub
@@ -230,10 +229,11 @@ class TrainedModel:
         if not self.is_world_process_zero() or self.config.hub is not None:
             return
         settings = HubConfig(repo=self.hub_model_id, private=getattr(self.args, "hub_private_repo", None) is not False)
-        if problems := [*check_hub(settings)]:
+        if problems := [*inputs.check_hub(settings)]:
             print(f"warning: push_to_hub: {problems[0]}; the model is in {exported}")
             return
-        hub = Hub(settings, exported.parent, None, has_text_part(read_config_json(self.config.model)), print)
+        text_part = config_json.has_text_part(config_json.read_config_json(self.config.model))
+        hub = Hub(settings, exported.parent, None, text_part, print)
         hub.push(exported, self._result.steps)
         while hub.pending(settings.timeout, stopped=False):
             pass

@@ -5,9 +5,8 @@ from typing import Annotated
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from colocated_grpo.settings import sources
+from colocated_grpo.settings import generation, sources
 from colocated_grpo.settings.base import CodeName, NonNegative, Number, Positive, Section
-from colocated_grpo.settings.generation import MIN_TEMPERATURE
 
 HELD_OUT = "held_out/reward"
 PREFIX = "eval"
@@ -132,8 +131,8 @@ class EvaluationConfig(Section):
         temperatures = {"evaluation.temperature": self.temperature}
         temperatures |= {f"evaluation.sets.{i}.temperature": entry.temperature for i, entry in enumerate(self.sets)}
         for key, temperature in temperatures.items():
-            if 0 < temperature < MIN_TEMPERATURE:
-                yield f"{key}={temperature:g}: must be 0 (greedy) or at least {MIN_TEMPERATURE:g}"
+            if 0 < temperature < generation.MIN_TEMPERATURE:
+                yield f"{key}={temperature:g}: must be 0 (greedy) or at least {generation.MIN_TEMPERATURE:g}"
         names = [entry.name for entry in self.sets]
         for name in sorted({name for name in names if names.count(name) > 1}):
             yield f"evaluation.sets: {names.count(name)} sets are named {name!r}; their metrics would have equal names"

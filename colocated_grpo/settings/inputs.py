@@ -12,12 +12,11 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from colocated_grpo.settings import config_json, model_sizes, model_support, schema, sources
+from colocated_grpo.settings import config_json, model_sizes, model_support, schema, sources, training
 from colocated_grpo.settings.base import DEFAULT_INIT, NamedObject
 from colocated_grpo.settings.errors import ConfigError, dotted, raise_on
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.training import LoRAConfig, PolicyConfig, layers_text, rate_of_small_model
 from colocated_grpo.types import JsonObject
 
 _OF_PROGRAM = "of the program that began the run; continue it there: train(resume=RUN)"
@@ -59,7 +58,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
     positions = config_json.longest_sequence(text) or config_json.MAX_SIZE  # some files do not state it
     lowered, notes = _lowered_lengths(config.rollout, positions, name)
     sizes, is_default = model_sizes.sizes_of(text), "lr" not in config.policy.model_fields_set
-    if is_default and sizes is not None and (small := rate_of_small_model(sizes.total)) is not None:
+    if is_default and sizes is not None and (small := training.rate_of_small_model(sizes.total)) is not None:
         notes.append(f"policy.lr={config.policy.lr:g} is the default; set {small[0]:g}: {small[1]}")
     config = config.with_values("rollout", **lowered)
     original = config_json.original_positions(text)
@@ -83,7 +82,7 @@ def is_inline(chat_template: str) -> bool:
     return "{" in chat_template
 
 
-def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
+def _check_layers(policy: training.PolicyConfig, model: JsonObject, name: str) -> Iterator[str]:
     """Yield a line for each setting that contains the index of a block that the model does not have."""
     text = config_json.text_part(model)
     blocks = text.get("num_hidden_layers") or text.get("n_layer")
@@ -91,7 +90,7 @@ def _check_layers(policy: PolicyConfig, model: JsonObject, name: str) -> Iterato
     for key, indices in (("policy.train_layers", policy.train_layers), ("policy.lora.layers", adapted)):
         if indices and blocks and (missing := [index for index in indices if index >= blocks]):
             rule = f"the model's blocks are 0-{blocks - 1}, so there is no block {missing[0]}"
-            yield f"{key}={layers_text(indices)}: {rule} in {name}"
+            yield f"{key}={training.layers_text(indices)}: {rule} in {name}"
 
 
 def _check_reference(reference: schema.ModelConfig, context_parallel: int, longest: int) -> None:
@@ -241,7 +240,7 @@ _CHANGES_BASE = {"corda", "loftq", "lora_ga", "olora", "pissa"}
 """Values of init_lora_weights that modify the base weights. The adapter's folder does not contain the modified base."""
 
 
-def missing_adapter_files(lora: LoRAConfig | None) -> Iterator[str]:
+def missing_adapter_files(lora: training.LoRAConfig | None) -> Iterator[str]:
     """Yield a line if policy.lora.init is not a PEFT adapter. The adapter's contents are checked when it is read."""
     if lora is None or lora.init == DEFAULT_INIT:
         return
@@ -283,7 +282,7 @@ def with_adapter_settings(config: Config) -> Config:
     given = lora.model_dump(exclude_unset=True)
     try:
         # Validation parses "20-31" into a list of numbers, so the text and the list compare equal.
-        resolved = LoRAConfig.model_validate({**given, **found})
+        resolved = training.LoRAConfig.model_validate({**given, **found})
     except ValidationError as error:
         first = error.errors()[0]
         raise ConfigError(f"{setting}: {first['loc'][0]} in {ADAPTER_CONFIG}: {first['msg']}") from None

@@ -6,11 +6,9 @@ Rules within one section are in the section's method `problems`.
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from colocated_grpo.settings import errors, evaluation, generation
 from colocated_grpo.settings import sources as source_types
 from colocated_grpo.settings.atropos import AtroposSourceConfig, is_loopback
-from colocated_grpo.settings.errors import raise_on
-from colocated_grpo.settings.evaluation import HELD_OUT
-from colocated_grpo.settings.generation import RESHAPING
 from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, RolloutConfig
 
 Lines = Iterator[str]
@@ -26,7 +24,7 @@ def check(config: Config) -> None:
     from colocated_grpo.settings.exact import problems as exact_problems  # the loop does not need it
 
     setting, policy, exact = config.shares_weights, config.policy, config.numerics == "exact"
-    raise_on(
+    errors.raise_on(
         *_run_folder(config.output_dir, config.run_name or ""),
         *_sizes(config),
         *(_shared_weights(setting, policy, config.engine, config.sync_frequency) if setting is not None else ()),
@@ -64,14 +62,14 @@ def check_world(config: Config, ranks: int, ranks_per_node: int | None = None) -
     elif replicate is not None and ranks_per_node is not None and ranks % ranks_per_node:
         rule = f"every node needs the same number of ranks, but {ranks} is not a multiple of {ranks_per_node}"
         lines.append(f"policy.replicate={replicate}: {rule}")
-    raise_on(*lines)
+    errors.raise_on(*lines)
 
 
 def remarks(config: Config) -> list[str]:
     """Return notes about settings that are valid but have side effects."""
-    engine, notes, default = config.engine, [], RolloutConfig()
-    chosen = {key: getattr(config.rollout, key) for key in RESHAPING}
-    if changed := [f"rollout.{key}={chosen[key]:g}" for key in RESHAPING if chosen[key] != getattr(default, key)]:
+    engine, rollout, notes = config.engine, config.rollout, []
+    defaults = {key: getattr(RolloutConfig(), key) for key in generation.RESHAPING}
+    if changed := [f"rollout.{key}={own:g}" for key, old in defaults.items() if (own := getattr(rollout, key)) != old]:
         why = "the engine's log-probabilities alone are renormalised over the tokens it keeps"
         notes.append(f"{', '.join(changed)}: {why}; expect a larger sampler-trainer KL")
     if config.structured:
@@ -241,8 +239,8 @@ def _environments(config: Config) -> Lines:
     if kl.coef and is_own and not config.is_rewarded:
         rule = "is the trained model, and no reward counts, so nothing would change; name a teacher"
         yield f"loss.kl.model={kl.model or 'null'}: {rule}"
-    if config.evaluation.keep_best == HELD_OUT and not config.is_rewarded:
-        yield f"evaluation.keep_best={HELD_OUT}: no environment has a reward that counts; name a metric of a set"
+    if (kept := config.evaluation.keep_best) == evaluation.HELD_OUT and not config.is_rewarded:
+        yield f"evaluation.keep_best={kept}: no environment has a reward that counts; name a metric of a set"
     yield from _opponents(sources, bool(found), config.engine.placement == "server")
     yield from _dynamic_sampling(sources, rollout)
 

@@ -14,8 +14,7 @@ from colocated_grpo.launch.cli import parse_rank_arguments
 from colocated_grpo.runtime import program, verdict
 from colocated_grpo.servers.engine_servers import lora_limit
 from colocated_grpo.servers.options import ModelSubject, subject_of
-from colocated_grpo.settings import inputs, rules
-from colocated_grpo.settings.config_file import load_config
+from colocated_grpo.settings import config_file, inputs, rules
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tracking.text import figure
 from colocated_grpo.types import STDERR, JsonObject
@@ -27,7 +26,7 @@ def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[s
     # The best model was kept by a metric of the run's own sets, which overrides may change.
     nothing_kept = ["--evaluation.keep_best=null", "--evaluation.patience=null"]
     own = [*model, *overrides] if subject.adapter else [*overrides, *model]
-    return with_subject(load_config(path, [*own, *nothing_kept]), subject)
+    return with_subject(config_file.load_config(path, [*own, *nothing_kept]), subject)
 
 
 def with_subject(config: Config, subject: ModelSubject) -> Config:
@@ -74,9 +73,9 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def settings(subject: ModelSubject, config_file: str | None, overrides: Sequence[str]) -> Config:
+def settings(subject: ModelSubject, file: str | None, overrides: Sequence[str]) -> Config:
     """Return the config with the model in an engine a rank, and all sets, else held-out prompts. Raises ConfigError."""
-    if (path := config_file or subject.run_config) is None:
+    if (path := file or subject.run_config) is None:
         is_path = subject.model.startswith(("/", "."))
         missing = "no such folder; " if is_path and not Path(subject.model).exists() else ""
         rule = "a file with evaluation.sets is required unless MODEL is a run folder"

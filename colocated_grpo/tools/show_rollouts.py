@@ -1,7 +1,6 @@
 """Print stored rollouts or games of a run: colocated-grpo show-rollouts RUN [--best K | --game]"""
 
 import argparse
-import math
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -102,7 +101,7 @@ def _shown(messages: Sequence[transcripts.Passage], encoding: str) -> Iterator[T
 
 
 def _reward(row: files.Row) -> float:
-    return -math.inf if row["reward"] is None else row["reward"]
+    return float("-inf") if row["reward"] is None else row["reward"]
 
 
 def _parser() -> OneLineParser:

@@ -1,12 +1,10 @@
 """The charts of the report. Metrics that SECTIONS does not list are drawn by prefix, or in charts of their own."""
 
-import math
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from colocated_grpo.tracking.files import Row
-from colocated_grpo.tracking.page import Point, Series, line_chart, section
+from colocated_grpo.tracking import files, page
 from colocated_grpo.tracking.text import as_html, number, with_error
 from colocated_grpo.types import STDERR
 
@@ -130,7 +128,7 @@ SECTIONS = {
 DRAWN = frozenset(key for charts in SECTIONS.values() for chart in charts for key in chart.lines)
 
 
-def chart_sections(rows: list[Row]) -> Iterator[str]:
+def chart_sections(rows: list[files.Row]) -> Iterator[str]:
     """Yield the HTML of every section with a chart, then a list of the metrics that have a single value."""
     points = _points(rows)
     errors = {key: dict(points.pop(key + STDERR)) for key in list(points) if key + STDERR in points}
@@ -169,7 +167,7 @@ def family_charts(keys: Iterable[str]) -> Iterator[Chart]:
             yield Chart(title, dict(part))
 
 
-def phase_names(rows: Iterable[Row]) -> list[str]:
+def phase_names(rows: Iterable[files.Row]) -> list[str]:
     """Return the phases that took time, known phases first."""
     timed = (key for row in rows for key in row if key.startswith("seconds/") and row[key])
     measured = dict.fromkeys(key.removeprefix("seconds/") for key in timed)
@@ -177,9 +175,9 @@ def phase_names(rows: Iterable[Row]) -> list[str]:
     return names + [name for name in measured if name not in PHASES and name != "step"]
 
 
-def _points(rows: list[Row]) -> dict[str, list[Point]]:
+def _points(rows: list[files.Row]) -> dict[str, list[page.Point]]:
     """Return metric key -> its finite values, keys in order of first appearance."""
-    points: dict[str, list[Point]] = {}
+    points: dict[str, list[page.Point]] = {}
     for row in rows:
         for key, value in row.items():
             if key not in NOT_A_METRIC and value is not None and abs(value) < HUGE:
@@ -187,22 +185,22 @@ def _points(rows: list[Row]) -> dict[str, list[Point]]:
     return {key: _without_start(line) if key.startswith("seconds/") else line for key, line in points.items()}
 
 
-def _without_start(seconds: list[Point]) -> list[Point]:
+def _without_start(seconds: list[page.Point]) -> list[page.Point]:
     """Leave out a first step that takes over twice as long as any other: compilation would flatten all other steps."""
-    longest = max((value for _, value in seconds[1:]), default=math.inf)
+    longest = max((value for _, value in seconds[1:]), default=HUGE)
     return seconds[1:] if seconds[0][1] > 2 * longest else seconds
 
 
-def _varies(points: list[Point]) -> bool:
+def _varies(points: list[page.Point]) -> bool:
     """Return True if the values differ by more than CONSTANT of the largest."""
     values = [value for _, value in points]
     return max(values) - min(values) > CONSTANT * max(map(abs, values))
 
 
-def _line_figure(chart: Chart, points: dict[str, list[Point]], errors: dict[str, dict[float, float]]) -> str:
+def _line_figure(chart: Chart, points: dict[str, list[page.Point]], errors: dict[str, dict[float, float]]) -> str:
     """Return a chart as HTML; '' when all its lines are constant."""
     series = [
-        Series(
+        page.Series(
             name=name,
             points=points[key],
             color=index % NUM_COLORS,
@@ -221,19 +219,19 @@ def _line_figure(chart: Chart, points: dict[str, list[Point]], errors: dict[str,
     entries = (legend_entry(line.color, line.name, with_error(y, line.errors.get(x))) for line, x, y in last)
     legend = "".join(entries)
     caption = f"<figcaption><h3>{as_html(chart.title)}{unit}</h3>{explanation}{legend}</figcaption>"
-    return f"<figure>{caption}{line_chart(series)}</figure>"
+    return f"<figure>{caption}{page.line_chart(series)}</figure>"
 
 
 def _section(title: str, figures: Iterable[str]) -> str:
     shown = "".join(figures)
-    return section(title, f'<div class="charts">{shown}</div>') if shown else ""
+    return page.section(title, f'<div class="charts">{shown}</div>') if shown else ""
 
 
 def legend_entry(color: int, name: str, value: str) -> str:
     return f'<span><i class="b{color}"></i>{as_html(name)} <b>{value}</b></span>'
 
 
-def _constant_metrics(points: dict[str, list[Point]]) -> str:
+def _constant_metrics(points: dict[str, list[page.Point]]) -> str:
     shown = {key: series for key, series in points.items() if not key.startswith(("seconds/", *UNPLOTTED))}
     constant = [f"{key} = {number(series[0][1])}" for key, series in shown.items() if not _varies(series)]
     title = f"<summary>Metrics with a single value ({len(constant)})</summary>"

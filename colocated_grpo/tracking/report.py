@@ -11,8 +11,7 @@ from pathlib import Path
 from statistics import fmean, median_high
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.runtime.program import OneLineParser
-from colocated_grpo.runtime.run_folder import is_locked
+from colocated_grpo.runtime import program, run_folder
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.tracking import charts, files, page, transcripts
 from colocated_grpo.tracking.text import Note, as_html, duration, figure, number
@@ -261,11 +260,11 @@ def _ends(values: Sequence[float]) -> tuple[float, float]:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rebuild the report of a finished, killed or still training run. Returns 0, or 2 if the run cannot be read."""
-    parser = OneLineParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
+    parser = program.OneLineParser(prog="colocated-grpo report", description="Rebuild report.html of a run.")
     parser.add_argument("run", help="run folder")
     try:
         folder = files.run_folder(parser.parse_args(arguments).run)
-        print(write_report(folder, running=is_locked(folder)))
+        print(write_report(folder, running=run_folder.is_locked(folder)))
     except files.RunFolderError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

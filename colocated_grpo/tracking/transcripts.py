@@ -3,8 +3,7 @@
 from collections.abc import Sequence
 
 from colocated_grpo.errors import shortened
-from colocated_grpo.tracking import files
-from colocated_grpo.tracking.page import section
+from colocated_grpo.tracking import files, page
 from colocated_grpo.tracking.text import as_html, number
 
 POLICY, PROMPT, ENVIRONMENT, ANSWER = "policy", "prompt", "environment", "reference answer"
@@ -48,7 +47,7 @@ def before_and_after(rollouts: Sequence[files.Row]) -> str:
     prompts = sorted(before.keys() & after.keys())[:HELD_OUT_SHOWN]
     shown = [[before[index]] if first == last else [before[index], after[index]] for index in prompts]
     when = f"at step {first}" if first == last else f"before and after (steps {first} and {last})"
-    return section(f"Held-out rollouts {when}", "".join(map(_card, shown)))
+    return page.section(f"Held-out rollouts {when}", "".join(map(_card, shown)))
 
 
 def last_training_rollouts(rollouts: Sequence[files.Row]) -> str:
@@ -59,7 +58,7 @@ def last_training_rollouts(rollouts: Sequence[files.Row]) -> str:
     step = train[-1]["step"]
     shown = [row for row in train if row["step"] == step][::-1][:TRAINING_ROLLOUTS_SHOWN]
     cards = "".join(_card([row]) for row in shown)
-    return section(f"Training rollouts of step {step}, from best to worst", cards)
+    return page.section(f"Training rollouts of step {step}, from best to worst", cards)
 
 
 def latest_games(games: Sequence[files.Row]) -> str:
@@ -72,7 +71,7 @@ def latest_games(games: Sequence[files.Row]) -> str:
         f'<pre class="game">{_shortened(game.get("transcript", ""), MAX_GAME_LENGTH)}</pre></details>'
         for game in shown
     )
-    return section(f"Games (latest {len(shown)} of {len(games)})", parts)
+    return page.section(f"Games (latest {len(shown)} of {len(games)})", parts)
 
 
 def _seats(seats: list[files.Row]) -> str:

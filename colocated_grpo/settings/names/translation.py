@@ -6,8 +6,7 @@ Error lines for names without an equal setting say what to write instead.
 import re
 from dataclasses import replace
 
-from colocated_grpo.settings import base, errors, training
-from colocated_grpo.settings.generation import EngineConfig, RolloutConfig
+from colocated_grpo.settings import base, errors, generation, training
 from colocated_grpo.settings.names import trl
 from colocated_grpo.settings.names.trl import Alias, Lookup, NewSettings, each, not_needed, one_of, renamed, renames
 from colocated_grpo.settings.tree import assign, lookup
@@ -16,7 +15,7 @@ from colocated_grpo.settings.tree import assign, lookup
 def _engine_argument(key: str, value: object, _get: Lookup) -> NewSettings:
     if key == "enable_sleep_mode":
         return {"engine.sleep": value}
-    is_field = key in EngineConfig.model_fields and key != "args"
+    is_field = key in generation.EngineConfig.model_fields and key != "args"
     return {f"engine.{key}" if is_field else f"engine.args.{key}": value}
 
 
@@ -26,7 +25,7 @@ def group_size_of(completions: int) -> int:
 
 
 def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
-    group_size = get("rollout.group_size") or RolloutConfig().group_size
+    group_size = get("rollout.group_size") or generation.RolloutConfig().group_size
     if not isinstance(value, int) or not isinstance(group_size, int) or value % group_size:
         shown = errors.show(group_size)
         raise ValueError(f"counts completions, so it must be a multiple of rollout.group_size={shown}")
@@ -35,7 +34,7 @@ def _completions(_key: str, value: object, get: Lookup) -> NewSettings:
 
 def _completions_of_any_group(key: str, value: object, get: Lookup) -> NewSettings:
     """Translate ToSSim's batch size. Without a group size, one that divides the batch is chosen."""
-    default = RolloutConfig().group_size
+    default = generation.RolloutConfig().group_size
     if get("rollout.group_size") is None and isinstance(value, int) and value > 1 and value % default:
         size = group_size_of(value)
         return {"rollout.prompts_per_step": value // size, "rollout.group_size": size}
