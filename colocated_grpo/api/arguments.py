@@ -10,10 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from colocated_grpo.api import objects
-from colocated_grpo.environments.rows.dataset import MAX_HELD_OUT, num_held_out
-from colocated_grpo.environments.rows.readers import filter_rows
-from colocated_grpo.settings import sources
-from colocated_grpo.settings.config_file import LoadedConfig, build_config
+from colocated_grpo.environments.rows import dataset, readers
+from colocated_grpo.settings import config_file, sources
 from colocated_grpo.settings.errors import ConfigError, KeyPath, parse_path, show
 from colocated_grpo.settings.schema import Config, EvaluationConfig
 
@@ -68,7 +66,7 @@ def read_arguments(
     peft_config: object,
     config: str | Path | None,
     settings: Mapping[str, object],
-) -> LoadedConfig:
+) -> config_file.LoadedConfig:
     """Return the run's settings, with the program's objects attached. Raises ConfigError."""
     holds_all = isinstance(model, Mapping) and bool(model.keys() & Config.model_fields)
     if holds_all or not (config is None or objects.is_name(config)):
@@ -120,7 +118,7 @@ def read_arguments(
         loaded = _loaded(config, by_path, by_name, {})
         notes.append(note)
     prompts = loaded.config.training_steps * loaded.config.rollout.prompts_per_step
-    if streams := objects.read_streams(by_name, prompts + MAX_HELD_OUT, loaded.config.evaluation.prompts):
+    if streams := objects.read_streams(by_name, prompts + dataset.MAX_HELD_OUT, loaded.config.evaluation.prompts):
         loaded = _loaded(config, by_path, by_name, {})
         notes += streams
     loaded = dataclasses.replace(loaded, notes=[*loaded.notes, *notes])
@@ -129,9 +127,9 @@ def read_arguments(
 
 def _loaded(
     config: str | Path | None, settings: Settings, by_name: objects.ObjectsByName, defaults: Mapping[str, object]
-) -> LoadedConfig:
+) -> config_file.LoadedConfig:
     try:
-        loaded = build_config(config, settings, defaults)
+        loaded = config_file.build_config(config, settings, defaults)
     except ConfigError as error:
         raise ConfigError(*(_MISSING.get(line, line) for line in str(error).splitlines())) from None
     sources.give_objects(loaded.config.environments, by_name)
@@ -312,5 +310,5 @@ def num_rows(entry: object) -> int | None:
     """Return the number of training rows that a program gave: kept by filters and not held out. None: no count."""
     if not isinstance(entry, sources.DatasetSourceConfig) or entry.given is None or objects.is_stream(entry.given):
         return None
-    kept, _ = filter_rows(entry.given, entry, "environments.0")
-    return len(kept) - (num_held_out(entry.held_out, len(kept)) if entry.eval_split is None else 0)
+    kept, _ = readers.filter_rows(entry.given, entry, "environments.0")
+    return len(kept) - (dataset.num_held_out(entry.held_out, len(kept)) if entry.eval_split is None else 0)

@@ -12,9 +12,7 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.settings.config_file import LoadedConfig
-from colocated_grpo.settings.generation import ModelConfig
-from colocated_grpo.settings.sources import EVAL_DATASETS, TRAIN_DATASET, reward_name
+from colocated_grpo.settings import config_file, generation, sources
 
 ObjectsByName = dict[str, object]
 """Objects by the names that refer to them in the settings and in the run's config.yaml."""
@@ -53,7 +51,7 @@ def _take_reward(entry: object, key: str, objects: ObjectsByName) -> dict[str, o
     settings = dict(entry) if isinstance(entry, Mapping) else {"name": entry}
     function = settings.get("name")
     if is_name(function):
-        return settings | {"name": reward_name(function)}
+        return settings | {"name": sources.reward_name(function)}
     if not callable(function):
         raise ConfigError(f"{key}={entry!r}: must be a function, or the name of one, alone or as `name` of a mapping")
     if hasattr(function, "state_dict") and hasattr(function, "forward"):
@@ -90,7 +88,7 @@ def read_streams(objects: ObjectsByName, trained: int, evaluated: int) -> list[s
     """Replace each stream by a list of its first rows, as many as a run uses once each. Return notes."""
     streams = [name for name, rows in objects.items() if is_stream(rows)]
     for name in streams:
-        count = evaluated if name.startswith(EVAL_DATASETS) else trained
+        count = evaluated if name.startswith(sources.EVAL_DATASETS) else trained
         objects[name] = [*islice(cast(Iterable[object], objects[name]), count)]
     return [f"{name}: a stream; the run reads its first rows once, at its start" for name in streams]
 
@@ -109,7 +107,7 @@ def _take_environment(entry: dict[str, object], key: str, objects: ObjectsByName
     kind, name = entry.get("type", "task"), entry.get("name")
     if kind == "dataset":
         entry["rewards"] = take_rewards(entry.get("rewards", []), f"{key}.rewards", objects)
-        for setting, title in (("name", TRAIN_DATASET), ("eval_split", EVAL_DATASETS)):
+        for setting, title in (("name", sources.TRAIN_DATASET), ("eval_split", sources.EVAL_DATASETS)):
             if entry.get(setting) is not None:
                 entry[setting] = take_rows(entry[setting], f"{key}.{setting}", title, objects)
     elif name is not None and not is_name(name):
@@ -134,7 +132,7 @@ def model_settings(model: Any) -> dict[str, str | None]:
     revision, folder = None, Path(name)
     if not folder.is_dir():
         revision = getattr(model.config, "_commit_hash", None)
-        folder = download_model(ModelConfig(name=name, revision=revision), "model")
+        folder = download_model(generation.ModelConfig(name=name, revision=revision), "model")
     reader = CheckpointReader(folder)
     for weight, parameter in model.named_parameters():
         if weight in reader.shapes:
@@ -146,7 +144,7 @@ def model_settings(model: Any) -> dict[str, str | None]:
     return {"name": str(name), "revision": revision}
 
 
-def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
+def with_tokenizer(loaded: config_file.LoadedConfig, given: Any) -> config_file.LoadedConfig:
     """Return the settings with a tokenizer object, saved, if it differs, in a folder named after its contents."""
     from colocated_grpo.policy.model_files import read_tokenizer
 
@@ -166,7 +164,7 @@ def with_tokenizer(loaded: LoadedConfig, given: Any) -> LoadedConfig:
         shutil.rmtree(partial, ignore_errors=True)
     config = loaded.config.model_copy(update={"model": model.model_copy(update={"tokenizer": str(folder)})})
     note = f"processing_class: differs from the tokenizer of {model.name}; saved in {folder} and used"
-    return LoadedConfig(config, [*loaded.notes, note])
+    return config_file.LoadedConfig(config, [*loaded.notes, note])
 
 
 def _contents(tokenizer: Any) -> str:

@@ -13,8 +13,7 @@ from colocated_grpo.checkpoint.checkpoints import Checkpoints, unreadable
 from colocated_grpo.errors import RunError
 from colocated_grpo.evaluation.evaluator import Best, Evaluator
 from colocated_grpo.phases import Choreography, Clock
-from colocated_grpo.policy import export, model_files
-from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
+from colocated_grpo.policy import blocks, export, model_files
 from colocated_grpo.policy.lora.weights import AdapterWeights, frozen_experts
 from colocated_grpo.policy.model_loader import ModelLoader
 from colocated_grpo.policy.policy import Policy
@@ -23,8 +22,7 @@ from colocated_grpo.rollout.supply import Supply
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.rollout.vllm.vllm_engine import prepare
 from colocated_grpo.run import BEST, GOAL_REACHED, LEARNING_RATE, Run
-from colocated_grpo.runtime.distributed import World
-from colocated_grpo.runtime.run_folder import CHECKPOINTS, complete_checkpoints
+from colocated_grpo.runtime import distributed, run_folder
 from colocated_grpo.runtime.supervision import StopRequest
 from colocated_grpo.servers.engine_servers import EngineServer
 from colocated_grpo.settings.config_json import has_text_part, read_config_json
@@ -39,7 +37,7 @@ from colocated_grpo.types import JsonObject
 def build_run(
     config: Config,
     folder: Path,
-    world: World,
+    world: distributed.World,
     stop: StopRequest,
     output: RunOutput,
     resources: ExitStack,
@@ -121,7 +119,7 @@ def build_run(
 def load_state(state: JsonObject, start: int, supply: Supply, best: Best, folder: Path) -> None:
     """Continue where the checkpoint of step `start` ends, if there is one. Raises RunError if its state differs."""
     if start or state:
-        with unreadable(folder / CHECKPOINTS / f"step_{start:06d}"):
+        with unreadable(folder / run_folder.CHECKPOINTS / f"step_{start:06d}"):
             supply.load_state_dict(state["source"])
             best.load_state_dict(state.get(BEST, {}))
 
@@ -169,7 +167,7 @@ def finish_writing(checkpoints: Checkpoints) -> None:
 def note_unusual_resume(run: Run) -> None:
     """Note a resume that starts a new run, or that finds no step left."""
     if run.start == 0:
-        stopped = complete_checkpoints(run.folder / CHECKPOINTS)
+        stopped = run_folder.complete_checkpoints(run.folder / run_folder.CHECKPOINTS)
         run.tracker.note("resuming a run that was stopped in step 0" if stopped else "nothing to resume: a new run")
     elif run.start >= (steps := run.config.training_steps):
         run.tracker.note(f"nothing left to train: the checkpoint is at step {run.start} of training_steps={steps}")
@@ -187,5 +185,7 @@ def describe(run: Run) -> dict[str, str]:
     if isinstance(policy.weights, AdapterWeights) and (experts := frozen_experts(policy.model)):
         facts["without adapter"] = f"{experts:,} in fused experts, which are not linear layers"
     if on_gpu:
-        facts["checkpointing"] = f"{num_checkpointed(policy.model)} of {len(blocks_of(policy.model))} blocks"
+        facts["checkpointing"] = (
+            f"{blocks.num_checkpointed(policy.model)} of {len(blocks.blocks_of(policy.model))} blocks"
+        )
     return facts

@@ -11,8 +11,7 @@ import torch
 from colocated_grpo.assembly import data, engines
 from colocated_grpo.environments.base import Scorer
 from colocated_grpo.environments.build import build_environments
-from colocated_grpo.environments.rewards.scoring import NOT_RUN
-from colocated_grpo.environments.rewards.workers import end_idle_workers
+from colocated_grpo.environments.rewards import scoring, workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy import checkpoint_files, model_files, model_loader
 from colocated_grpo.policy.lora.weights import insert_adapters
@@ -85,7 +84,7 @@ def preview(config: Config, place: Placement, note: Note) -> list[str]:
         scorers = environments.scorers if config.is_rewarded else {}
         rewards = list(show_rewards(prompts, scorers, config.rollout.reward_timeout, note))
     finally:
-        end_idle_workers()
+        workers.end_idle_workers()
     lines = [*show_prompts(prompts, config.rollout.max_prompt_tokens), *rewards]
     if (sizes := model_sizes.sizes_of(model_config)) is not None:
         run = RunSizes(config, sizes, place)
@@ -153,7 +152,7 @@ def show_rewards(prompts: Sequence[Prompt], scorers: Mapping[str, Scorer], timeo
         rewards = [score.reward for score in scores if score.reward is not None]
         if not rewards and scores[0].error is None:
             note(f"environments {source!r}: no reward for {texts[0]!r:.60}; return a number where the reward applies")
-        elif not rewards and not any(NOT_RUN in str(score.error) for score in scores):
+        elif not rewards and not any(scoring.NOT_RUN in str(score.error) for score in scores):
             raise ConfigError(f"environments {source!r}: the reward fails for every text tried: {scores[0].error}")
         elif len(rewards) == 2 and rewards[0] <= rewards[1]:
             is_text = isinstance(prompt.item["prompt"], str)

@@ -7,10 +7,9 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from colocated_grpo.settings import errors
+from colocated_grpo.settings import errors, rules
 from colocated_grpo.settings.base import ConfigFolder
-from colocated_grpo.settings.errors import ConfigError, KeyPath, SettingLocation, SettingsTree
-from colocated_grpo.settings.rules import check, remarks
+from colocated_grpo.settings.errors import ConfigError, KeyPath, Locations, SettingLocation, SettingsTree
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.settings.tree import assign, parse_document, parse_value
 
@@ -43,7 +42,7 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
     path = _shipped(Path(path))
     location = SettingLocation(where="command line", on_command_line=True)
     given = [(key, parse_value(text), replace(location, text=text)) for key, text in parse_overrides(overrides)]
-    return _complete(*_read_file(path), path.parent, given)
+    return _complete(*_read_file(path), path.parent, given, {})
 
 
 def build_config(
@@ -67,7 +66,7 @@ def _shipped(path: Path) -> Path:
     return installed if path.parent == SHIPPED and not path.exists() and installed.is_file() else path
 
 
-def _read_file(path: Path) -> tuple[SettingsTree, dict[KeyPath, SettingLocation]]:
+def _read_file(path: Path) -> tuple[SettingsTree, Locations]:
     if path.suffix == ".toml":
         raise ConfigError(f"config={str(path)!r}: TOML; a config is YAML, for example model: {{name: Qwen/Qwen3-0.6B}}")
     tree, lines = parse_document(_read_text(path), str(path))
@@ -81,10 +80,10 @@ def _read_file(path: Path) -> tuple[SettingsTree, dict[KeyPath, SettingLocation]
 
 def _complete(
     tree: SettingsTree,
-    locations: dict[KeyPath, SettingLocation],
+    locations: Locations,
     folder: Path,
     overrides: Sequence[tuple[KeyPath, object, SettingLocation]],
-    defaults: Mapping[str, object] = {},
+    defaults: Mapping[str, object],
 ) -> LoadedConfig:
     """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
 
@@ -107,8 +106,8 @@ def _complete(
     notes += _fill_in_defaults(tree)
     typed = frozenset(text for _, value, _ in overrides for text in _texts(value))
     config = _validate(tree, locations, ConfigFolder(folder, typed))
-    check(config)
-    return LoadedConfig(config, notes + remarks(config))
+    rules.check(config)
+    return LoadedConfig(config, notes + rules.remarks(config))
 
 
 def _texts(value: object) -> Iterator[str]:
@@ -170,7 +169,7 @@ def _fill_in_defaults(tree: SettingsTree) -> list[str]:
     return notes
 
 
-def _validate(tree: SettingsTree, locations: dict[KeyPath, SettingLocation], context: ConfigFolder) -> Config:
+def _validate(tree: SettingsTree, locations: Locations, context: ConfigFolder) -> Config:
     try:
         return Config.model_validate(tree, context=context)
     except ValidationError as invalid:

@@ -18,8 +18,7 @@ from colocated_grpo.environments.rows.readers import READERS, read_file
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import parse_rank_arguments
 from colocated_grpo.metrics import Metrics, reduce
-from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
-from colocated_grpo.policy.export import build_exports
+from colocated_grpo.policy import activations, export
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime import joining, program, verdict
@@ -150,7 +149,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
     config = config.model_copy(update={"training_steps": options.epochs * ceil(len(groups) / size)})
     rules.check(config)
     policy = Policy(config, model.hf_config, model.folder, world)
-    tokens = choose_micro_batch_size(policy, StepSettings.of(config), world).tokens
+    tokens = activations.choose_micro_batch_size(policy, activations.StepSettings.of(config), world).tokens
     config = config.with_values("batch", max_tokens_per_micro_batch=tokens)
     losses = []
     for epoch in range(options.epochs):
@@ -161,7 +160,7 @@ def fine_tune(config: Config, rows: Sequence[Item], options: argparse.Namespace,
             done = f"step {policy.version}/{config.training_steps}"
             say(f"{done}  loss {row['loss']:.4f}  grad_norm {row['grad_norm']:.3g}  lr {row['lr']:.3g}", flush=True)
     # The last export is the whole model, unless there is only an adapter.
-    exports = build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world)
+    exports = export.build_exports(config.checkpoint, config.policy.lora, config.model.name, policy, model, world)
     exports[-1].write(options.output)
     say(f"exported {options.output}")
     return losses

@@ -41,11 +41,8 @@ class WarmStart:
     seed: int = 0
     max_completion_tokens: int = 32
     slips: float = 0.35
-    """Fraction of answer characters that the teacher gets wrong.
-
-    The model then knows the task but is uncertain of every character, which RL improves quickly. An undertrained model
-    would have to discover the task by trial instead.
-    """
+    """Fraction of answer characters that the teacher gets wrong: the model then knows the task, but is uncertain of
+    every character, which RL improves quickly."""
 
 
 class Teacher:

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import TypeVar, cast
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.errors import masked, masked_arguments
-from colocated_grpo.settings.schema import TrackingConfig
+from colocated_grpo.settings import errors, schema
 from colocated_grpo.summaries import advantage_of
 from colocated_grpo.tracking import files
 from colocated_grpo.tracking.text import Note, without_middle
@@ -155,9 +154,9 @@ class Sinks:
         self._sinks: dict[str, Sink] = {}
         self._tables_every = self._table_rows = 0
 
-    def open(self, settings: JsonObject, tracking: TrackingConfig, run_dir: Path, first_step: int) -> None:
+    def open(self, settings: JsonObject, tracking: schema.TrackingConfig, run_dir: Path, first_step: int) -> None:
         """Start the enabled sinks and send them the settings. Not collective."""
-        shown = cast("JsonObject", masked(settings))
+        shown = cast("JsonObject", errors.masked(settings))
         self._tables_every, self._table_rows = tracking.completions_every, tracking.completions_rows
         if tracking.wandb != "off":
             self._add("tracking.wandb", lambda: _wandb(shown, tracking, run_dir, self._note))
@@ -198,7 +197,7 @@ class Sinks:
             self._note(f"{name} disabled: {reason}")
 
 
-def _wandb(settings: JsonObject, tracking: TrackingConfig, run_dir: Path, note: Note) -> Sink:
+def _wandb(settings: JsonObject, tracking: schema.TrackingConfig, run_dir: Path, note: Note) -> Sink:
     import wandb
 
     os.environ.setdefault("WANDB_DISABLE_WEAVE", "0" if "weave" in sys.modules else "1")  # else W&B advertises it
@@ -252,7 +251,7 @@ def _tensorboard(run_dir: Path, first_step: int) -> Sink:
 @contextmanager
 def _masked_command() -> Generator[None]:
     """Mask secrets in sys.argv in this block: trackers record the command."""
-    command, sys.argv = sys.argv, masked_arguments(sys.argv)
+    command, sys.argv = sys.argv, errors.masked_arguments(sys.argv)
     try:
         yield
     finally:

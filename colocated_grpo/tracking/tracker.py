@@ -14,9 +14,8 @@ from importlib import metadata
 from pathlib import Path
 
 from colocated_grpo.runtime.verdict import STOPPED
+from colocated_grpo.settings import errors, schema
 from colocated_grpo.settings.base import without_folder
-from colocated_grpo.settings.errors import masked, masked_arguments
-from colocated_grpo.settings.schema import TrackingConfig
 from colocated_grpo.summaries import advantage_of, lack_of_signal
 from colocated_grpo.tracking import console, ending, files, report, transcripts
 from colocated_grpo.tracking.records import Decode, RunWriter, Sinks
@@ -113,7 +112,7 @@ def changed_settings(before: JsonObject, after: JsonObject) -> list[str]:
     old, new = dict(files.flatten(before or after)), dict(files.flatten(after))
     compared = [key for key in old | new if key in old.keys() & new.keys() or key.endswith(".name")]
     changed = [(key, old.get(key), new.get(key)) for key in compared if old.get(key) != new.get(key)]
-    return [f"{key} {masked(one, key)} -> {masked(other, key)}" for key, one, other in changed]
+    return [f"{key} {errors.masked(one, key)} -> {errors.masked(other, key)}" for key, one, other in changed]
 
 
 def edited_files(run_dir: Path, settings: JsonObject) -> list[str]:
@@ -143,7 +142,7 @@ class Tracker:
     and the last at training_steps. A run resumed at `first_step` repeats the evaluation due at that step.
     """
 
-    def __init__(self, run_dir: Path, output: ending.RunOutput, tracking: TrackingConfig) -> None:
+    def __init__(self, run_dir: Path, output: ending.RunOutput, tracking: schema.TrackingConfig) -> None:
         self._run_dir = run_dir
         self._tracking = tracking
         self._output = output
@@ -261,7 +260,7 @@ def describe_start(first_step: int) -> JsonObject:
     return {
         "first_step": first_step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.executable).name, *masked_arguments(sys.orig_argv[1:])]),
+        "command": shlex.join([Path(sys.executable).name, *errors.masked_arguments(sys.orig_argv[1:])]),
         "git": git_revision(Path(__file__).parent),
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} CPU cores",

@@ -11,11 +11,10 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from colocated_grpo.settings.config_file import parse_overrides
+from colocated_grpo.settings import config_file, tree
 from colocated_grpo.settings.errors import ConfigError, dotted, raise_on, sections
 from colocated_grpo.settings.names import atropos_meanings as means
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.tree import parse_value
 from colocated_grpo.types import JsonObject
 
 BASE = Path(__file__).with_suffix(".yaml")
@@ -127,7 +126,7 @@ def read_command(
     command = means.Command(
         given={flag.names[0]: getattr(options, flag.names[0]) for flag in FLAGS if hasattr(options, flag.names[0])},
         defaults={flag.names[0]: flag.default for flag in FLAGS},
-        overrides={dotted(key): text for key, text in parse_overrides(rest)},
+        overrides={dotted(key): text for key, text in config_file.parse_overrides(rest)},
         environment=environment,
         gpus=visible_gpus(environment) if options.gpus is None else options.gpus,
         gpus_chosen=options.gpus is not None,
@@ -175,6 +174,6 @@ def _reject_unknown_flags(arguments: Sequence[str], parser: argparse.ArgumentPar
 
 def _text(value: object) -> str:
     """Return the command-line argument that is parsed as this value."""
-    if isinstance(value, str) and parse_value(value) == value:
+    if isinstance(value, str) and tree.parse_value(value) == value:
         return value
     return str(value) if isinstance(value, int | float) and not isinstance(value, bool) else json.dumps(value)

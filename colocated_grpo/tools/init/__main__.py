@@ -12,8 +12,7 @@ from pathlib import Path
 import psutil
 import yaml
 
-from colocated_grpo.environments.rows.dataset import num_held_out
-from colocated_grpo.environments.rows.readers import READERS
+from colocated_grpo.environments.rows import dataset, readers
 from colocated_grpo.errors import ConfigError, RunError
 from colocated_grpo.launch.cli import visible_gpus
 from colocated_grpo.runtime import processes, program, verdict
@@ -34,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         prog="colocated-grpo init",
         description="Write a commented config for a data file, a model and a number of GPUs.",
     )
-    parser.add_argument("data", type=Path, metavar="DATA", help=f"{', '.join(READERS)}: one question a row")
+    parser.add_argument("data", type=Path, metavar="DATA", help=f"{', '.join(readers.READERS)}: one question a row")
     parser.add_argument("--model", required=True, metavar="NAME", help="folder or Hugging Face name")
     parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of this node; 0: the CPU (default: all visible)")
     parser.add_argument("--gpu-memory", type=float, metavar="GIB", help="memory of one GPU (default: by nvidia-smi)")
@@ -98,7 +97,7 @@ def config_text(plan: Choices, options: argparse.Namespace, place: Placement, he
         "rollout": plan.rollout,
         "policy": [rate, *(Setting(key, value) for key, value in policy.items())],
         "engine": [Setting(key, value) for key, value in engine.items()],
-        "evaluation": evaluation if num_held_out(None, plan.rows) else [],
+        "evaluation": evaluation if dataset.num_held_out(None, plan.rows) else [],
         "checkpoint": [Setting("every", max(1, steps // 4), "steps; a stopped run continues with --resume auto")],
     }
     top = [Setting(key, value, "policy and engine use one copy of the weights") for key, value in changes.items()]

@@ -13,8 +13,7 @@ from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.prompts import PromptEncoder, with_system_prompt
 from colocated_grpo.environments.rewards.builtin import NUMBER
 from colocated_grpo.environments.rewards.functions import load_reward
-from colocated_grpo.environments.rows.dataset import num_held_out
-from colocated_grpo.environments.rows.readers import read_file
+from colocated_grpo.environments.rows import dataset, readers
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.config_json import attention_heads, longest_sequence, read_config_json, text_part
 from colocated_grpo.settings.model_sizes import Sizes, sizes_of
@@ -80,7 +79,7 @@ def lengths_of(
 
 def batch_of(rows: int, gpus: int) -> tuple[Setting, Setting, Setting]:
     """Return prompts a step, completions a prompt, and steps."""
-    held_out = num_held_out(None, rows)
+    held_out = dataset.num_held_out(None, rows)
     train = rows - held_out
     wanted, group = (max(32, 16 * gpus), 16) if gpus else (8, 8)
     prompts = max(1, gpus, min(wanted, train))
@@ -239,7 +238,7 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     """Make all choices. Raises ConfigError if a file or a column is missing, or if the model does not fit."""
     from colocated_grpo.policy.model_files import read_tokenizer
 
-    if len(rows := read_file(data)) < 2:
+    if len(rows := readers.read_file(data)) < 2:
         raise ConfigError(f"{str(data)!r}: number of rows: {len(rows)}; at least 2 are needed")
     column = prompt_column(rows)
     if reward_name is None:

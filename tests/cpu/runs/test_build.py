@@ -87,4 +87,4 @@ def test_prompts_that_are_all_too_long_are_found_before_weights_are_read(tmp_pat
     environments = [{"type": "task", "name": "sorting", "args": {"min_digits": 2, "max_digits": 3}}, source]
     phase, line = fails(tmp_path, settings(tiny_model(), environments=environments, evaluation={"every": 0}))
     assert phase == DATA_PHASE
-    assert line.startswith(f"environments {str(rows)!r}: 4 consecutive prompts are empty or longer than rollout.max_pr")
+    assert line.startswith("environments 'rows.jsonl': 4 consecutive prompts are empty or longer than rollout.max_pr")
