@@ -377,10 +377,7 @@ def test_a_resumed_folder_without_a_config_is_an_error(config, eight_gpus, capsy
 # Without --config
 
 DEFAULT_CONFIG = "training_configs/dr_grpo_config.yaml"
-DEFAULT_LINE = (
-    f"note: --config: not given; using {DEFAULT_CONFIG}; colocated-grpo init writes one "
-    "for your data\n"
-)
+DEFAULT_LINE = f"note: --config: not given; using {DEFAULT_CONFIG}; colocated-grpo init writes one for your data\n"
 TWO_NODES = ["--gpus", "4", "--nodes", "2", "--node-rank", "1", "--master-addr", "node0"]
 
 
