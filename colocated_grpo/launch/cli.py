@@ -71,12 +71,18 @@ def read_arguments(
 
         return read_command(arguments[1:], parser, os.environ, visible_gpus)
     options, overrides = parser.parse_known_args(arguments)
+    check_first(overrides)
+    return options, overrides, []
+
+
+def check_first(overrides: Sequence[str]) -> None:
+    """Raise ConfigError if the first argument is a config file or a command in place of a setting."""
     first = overrides[0] if overrides else ""
     if first.endswith((".yaml", ".yml")) and not first.startswith("--"):
         raise ConfigError(f"{first!r}: unexpected argument; write --config {first}")
     if not first.startswith("-") and first.replace("-", "").isalpha():
-        raise ConfigError(f"{first!r}: not a command (--help lists them); to train, give only flags and settings")
-    return options, overrides, []
+        rule = "not a command here (colocated-grpo --help lists them); to train, give only flags and settings"
+        raise ConfigError(f"{first!r}: {rule}")
 
 
 def read_launch(options: argparse.Namespace, overrides: Sequence[str]) -> program.Launch:
@@ -206,6 +212,7 @@ def _train(options: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     default = default_config_note(options)
     try:
+        check_first(overrides)
         file = config_file(options)
         name = Path(file).stem
         config, lines = checked(read_config(file, overrides), options.resume, name)

@@ -133,6 +133,12 @@ def test_a_rank_names_the_launcher_for_its_flags(flag):
     assert result.stderr == f"error: {name}: {shown}\n"
 
 
+def test_a_rank_names_the_launcher_for_its_commands():
+    result = rank(START.replace("ARGUMENTS", "['sft', 'rows.jsonl']"))
+    assert result.returncode == 2
+    assert "error: 'sft': not a command here (colocated-grpo --help lists them)" in result.stderr
+
+
 @pytest.fixture
 def config(tmp_path) -> Path:
     """A config file whose model exists."""

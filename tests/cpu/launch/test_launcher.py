@@ -415,7 +415,8 @@ def test_an_error_in_a_run_without_a_config_says_which_one_it_used(config, eight
 @pytest.mark.parametrize("word", ["train", "make-modle"])
 def test_an_unknown_command_is_one_line(word, capsys):
     assert main([word]) == 2
-    line = f"error: {word!r}: not a command (--help lists them); to train, give only flags and settings\n"
+    rule = "not a command here (colocated-grpo --help lists them); to train, give only flags and settings"
+    line = f"error: {word!r}: {rule}\n"
     assert capsys.readouterr().err == line
 
 
