@@ -145,7 +145,7 @@ class _Batch:
             index = queue.take()
             if index is None:
                 self._exhausted = True  # taking again would cost a store round trip per decode step
-            elif self._episodes.plays(self._job.prompts[index].source):
+            elif self._job.prompts[index].source in self._episodes.episodes:
                 self._episodes.start(self._job, index)
                 self._playing += size
                 self.running += size

@@ -87,9 +87,6 @@ class EpisodeRunner:
         self._running: Counter[str] = Counter()
         """Number of running episodes, by source."""
 
-    def plays(self, source: str) -> bool:
-        return source in self.episodes
-
     def start(self, job: Job, index: int) -> None:
         """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
         source = job.prompts[index].source

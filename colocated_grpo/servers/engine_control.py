@@ -22,7 +22,7 @@ from colocated_grpo.rollout.inbox import IDLE_SECONDS, Calls, Driver, Inbox
 from colocated_grpo.runtime import parents_death, rendezvous, verdict
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.processes import bind_store
-from colocated_grpo.runtime.program import LOOPBACK
+from colocated_grpo.runtime.program import LOOPBACK, rank_variables
 
 START_SECONDS = 600.0
 POLL_SECONDS = 1.0
@@ -35,17 +35,15 @@ def join_ranks(size: int) -> dist.Store:
             signal.signal(number, signal.SIG_IGN)  # rank 0 decides when to end
         return rendezvous.connect_store(LOOPBACK, int(os.environ["MASTER_PORT"]), START_SECONDS)
     store = rendezvous.serve_store(bind_store(LOOPBACK, 0), START_SECONDS)
-    os.environ |= {"WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
-    os.environ |= {"MASTER_ADDR": LOOPBACK, "MASTER_PORT": str(store.port)}
     peers = [
         subprocess.Popen(
             [sys.executable, "-m", "colocated_grpo.servers", *sys.argv[1:]],
-            env={**os.environ, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            env={**os.environ, **rank_variables(rank, size, port=store.port)},
             preexec_fn=parents_death.signal_at_parents_death(signal.SIGKILL),
         )
         for rank in range(1, size)
     ]
-    os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
+    os.environ |= rank_variables(0, size, port=store.port)
     if peers:
         threading.Thread(target=_watch, args=(peers,), name="ranks", daemon=True).start()
     return store

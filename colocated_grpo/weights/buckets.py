@@ -6,6 +6,7 @@ bucket, each parameter has a slot of `chunk` rows, so that offsets are equal on 
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import torch
 import torch.distributed as dist
@@ -57,7 +58,7 @@ class ShardSlice:
 
     def source(self, gathered: Tensor) -> Tensor:
         """Return the values for `destination`. gathered: [shards, bucket.size]."""
-        rows = gathered[self.rank, self.offset : self.offset + _numel(self.shape)]
+        rows = gathered[self.rank, self.offset : self.offset + prod(self.shape)]
         return rows.view(self.shape)[self.cut]
 
 
@@ -103,7 +104,7 @@ def full_tensors(bucket: Bucket, gathered: Tensor) -> Iterator[tuple[str, Tensor
     """Yield the bucket's parameters as whole tensors. gathered: [shards, bucket.size]."""
     for name, shape, offset in bucket.slots():
         chunk = _chunk(shape, bucket.num_shards)
-        parts = gathered[:, offset : offset + chunk * _numel(shape[1:])].reshape(-1, *shape[1:])
+        parts = gathered[:, offset : offset + chunk * prod(shape[1:])].reshape(-1, *shape[1:])
         yield name, parts[: shape[0]]
 
 
@@ -145,11 +146,7 @@ def _chunk(shape: torch.Size, num_shards: int) -> int:
 
 def _slot_numel(shape: torch.Size, num_shards: int) -> int:
     """Elements of a parameter's largest shard."""
-    return _chunk(shape, num_shards) * _numel(shape[1:])
-
-
-def _numel(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()
+    return _chunk(shape, num_shards) * prod(shape[1:])
 
 
 def values_of(

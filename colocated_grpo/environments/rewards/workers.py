@@ -19,7 +19,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from multiprocessing.connection import Connection
-from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -235,9 +234,8 @@ def end_idle_workers() -> None:
 
 def _start(command: Sequence[str], environment: Mapping[str, str] | None) -> Worker:
     if environment is None:
-        path = [str(Path(user_code.PACKAGE).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
         # GPUs are hidden: a library that allocates GPU memory would allocate it in each process.
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "CUDA_VISIBLE_DEVICES": ""}
+        environment = {**os.environ, "PYTHONPATH": program.python_path(os.environ), "CUDA_VISIBLE_DEVICES": ""}
     own, other = socket.socketpair()
     dumps, writer = os.pipe()
     with other:
