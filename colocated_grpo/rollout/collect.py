@@ -11,7 +11,7 @@ from dataclasses import KW_ONLY, dataclass
 from typing import cast
 
 from colocated_grpo.environments.base import Scorer
-from colocated_grpo.rollout.engine import Request, Sampling
+from colocated_grpo.rollout.engine import Request, Sampling, only_temperature
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver
 from colocated_grpo.rollout.prompt_queue import Dispatch, Job, PromptQueue
@@ -202,6 +202,6 @@ def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sa
         newer_versions=[(before + start, version) for start, version in completion.newer_versions],
         temperature=sampling.temperature,
         score=score,
-        plain=sampling.is_plain and prompt.pattern is None,
+        plain=only_temperature(sampling) and prompt.pattern is None,
         routes=completion.routes,
     )

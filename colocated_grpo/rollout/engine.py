@@ -40,11 +40,6 @@ class Sampling:
     stop_token_ids: tuple[int, ...] = ()
     repetition_detection: RepetitionDetection | None = None
 
-    @property
-    def is_plain(self) -> bool:
-        """True if only the temperature changes the model's distribution."""
-        return only_temperature(self)
-
 
 def only_temperature(settings: Any) -> bool:
     """True if none of these settings, `Sampling` or vLLM's, changes the model's distribution beside the temperature."""

@@ -19,7 +19,7 @@ from colocated_grpo.environments.base import AgentLimits, AnswerError, Playable
 from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.environments.rewards.scoring import as_score
 from colocated_grpo.environments.user_code.loading import one_line, retire_loop, start_loop
-from colocated_grpo.rollout.engine import Request
+from colocated_grpo.rollout.engine import Request, only_temperature
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.rollout.prompt_queue import Job
 from colocated_grpo.runtime.distributed import derive_seed
@@ -178,7 +178,7 @@ class EpisodeRunner:
 
     def _rollout(self, playing: _Playing, score: Score) -> Rollout:
         sampling = playing.job.sampling
-        return playing.conversation.rollout(score, sampling.temperature, plain=sampling.is_plain)
+        return playing.conversation.rollout(score, sampling.temperature, plain=only_temperature(sampling))
 
     # The methods below run on the event loop.
 
