@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.chat import ChatCodec, Message, render_tokens
-from colocated_grpo.environments.user_code.loading import load_object, one_line
+from colocated_grpo.environments.user_code.loading import errors_named, load_object
 from colocated_grpo.settings import sources
 from colocated_grpo.settings.base import Tool, check_variables, read_json
 from colocated_grpo.types import JsonObject, Prompt
@@ -116,10 +116,8 @@ def _schema(tool: Tool, key: str) -> JsonObject:
     function = load_object(tool, key)
     from transformers.utils import get_json_schema
 
-    try:
+    with errors_named(f"{key}={tool!r}: no JSON schema can be made of it"):
         return get_json_schema(function)
-    except Exception as error:  # DocstringParsingException, TypeHintParsingException, or an error of inspect
-        raise EnvironmentSetupError(f"{key}={tool!r}: no JSON schema can be made of it: {one_line(error)}") from error
 
 
 # The prefix avoids collisions with dataset columns.
@@ -220,15 +218,11 @@ class PromptEncoder:
             prompt = with_system_prompt(prompt, template.system_prompt)
         if TOOLS in arguments:  # an item may have its own
             check_is_read(self.tokenizer, f"environments {source!r}: {TOOLS}", TOOLS)
-        try:
+        rejects = f"the chat template rejects a prompt that ends with {repr(prompt[-1])[:80]}"
+        with errors_named(f"environments {source!r}: {rejects}"):
             text = self.tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False, **arguments)
             # Not encode(text): with some tokenizers, special tokens of the template have ids but no text form.
             token_ids = render_tokens(self.tokenizer, prompt, arguments)
-        except Exception as error:  # a template is third-party code and may raise anything
-            raise EnvironmentSetupError(
-                f"environments {source!r}: the chat template rejects a prompt that ends with "
-                f"{repr(prompt[-1])[:80]}: {one_line(error)}"
-            ) from error
         return cast(str, text), token_ids
 
 

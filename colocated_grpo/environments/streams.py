@@ -9,8 +9,7 @@ from itertools import islice
 
 from colocated_grpo.environments import base
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.user_code.loading import one_line
-from colocated_grpo.errors import ConfigError
+from colocated_grpo.environments.user_code.loading import errors_named
 from colocated_grpo.settings.generation import SkipSolvedConfig
 from colocated_grpo.types import Group, JsonObject, Prompt
 
@@ -80,12 +79,8 @@ class GeneratedItems(base.Items):
 
 def _user_items(name: str, call: str, items: Callable[[], Iterable[base.Item]]) -> Iterator[base.Item]:
     """Yield from items(), which is user code. call: name of this user code in the error line."""
-    try:
+    with errors_named(f"environments {name!r}: {call}"):
         yield from items()
-    except ConfigError:
-        raise
-    except (Exception, SystemExit) as error:
-        raise base.EnvironmentSetupError(f"environments {name!r}: {call}: {one_line(error)}") from error
 
 
 REMEMBERED = 1 << 17

@@ -27,7 +27,7 @@ import cloudpickle
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.turns.base import Outcome, Return
 from colocated_grpo.environments.user_code.isolation import OwnLogs, isolated
-from colocated_grpo.environments.user_code.loading import construct, load_object, one_line
+from colocated_grpo.environments.user_code.loading import construct, errors_named, load_object
 from colocated_grpo.types import JsonObject
 
 TRUST_VARIABLE = "COLOCATED_GRPO_TRUST_STATE"
@@ -269,12 +269,8 @@ class ToSSim:
         self._built += 1
         with isolated(random.Random(f"{self._seed}/{self._built}")), logs.attached():
             table = ToSSimTable(construct(self._class, self._args, self._key))
-        try:
+        with errors_named(f"{self._key}: cannot be pickled, but completions are scored on copies of it"):
             cloudpickle.dumps(table)
-        except Exception as error:
-            raise EnvironmentSetupError(
-                f"{self._key}: cannot be pickled, but completions are scored on copies of it: {one_line(error)}"
-            ) from error
         return table
 
     def _turns(self, number: int) -> list[ToSSimTurn]:

@@ -14,7 +14,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.rewards.scoring import NOT_RUN, NoReward
-from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.environments.user_code.loading import errors_named
 from colocated_grpo.settings.base import Section
 from colocated_grpo.settings.config_json import MAX_SIZE, longest_sequence
 from colocated_grpo.types import JsonObject
@@ -68,7 +68,7 @@ class Classifier:
     def __init__(self, settings: RewardModel, tokenizer: Any, device: torch.device) -> None:
         on_gpu = device.type == "cuda"
         disable_progress_bar()
-        try:
+        with errors_named(f"rewards={settings.name!r}: cannot be loaded"):
             self._model, report = AutoModelForSequenceClassification.from_pretrained(
                 settings.name,
                 **settings.model_dump(exclude={"name"}),
@@ -77,8 +77,6 @@ class Classifier:
                 device_map={"": device},  # without it, every rank would first hold the weights in host memory
                 output_loading_info=True,
             )
-        except Exception as error:  # damaged files and networks raise many kinds of errors
-            raise EnvironmentSetupError(f"rewards={settings.name!r}: cannot be loaded: {one_line(error)}") from error
         if missing := sorted(report["missing_keys"]):
             raise EnvironmentSetupError(f"rewards={settings.name!r}: the checkpoint lacks {missing[0]}")
         config = self._model.config.get_text_config()

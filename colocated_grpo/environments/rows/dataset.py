@@ -13,7 +13,7 @@ from colocated_grpo.environments.base import EnvironmentSetupError, Item, Items,
 from colocated_grpo.environments.prompts import PLAIN, TOOLS, VARIABLES, checked_prompt, strip_nulls, with_system_prompt
 from colocated_grpo.environments.rows.readers import READERS, AnyRows, filter_rows, read_file, select
 from colocated_grpo.environments.streams import SequenceStream, json_bytes
-from colocated_grpo.environments.user_code.loading import one_line
+from colocated_grpo.environments.user_code.loading import errors_named
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
 from colocated_grpo.types import JsonObject
@@ -189,7 +189,7 @@ class RowItems(Items):
     def _load_hub(self, split: str) -> "Dataset":
         from datasets import DatasetDict, load_dataset, load_from_disk
 
-        try:
+        with errors_named(f"environments {self._name!r}: cannot load split {split!r}"):
             if not any((Path(self._config.name) / mark).is_file() for mark in SAVED_TO_DISK):
                 return load_dataset(self._config.name, self._config.subset, split=split)
             saved = load_from_disk(self._config.name)
@@ -198,8 +198,6 @@ class RowItems(Items):
             if split != DEFAULT_SPLIT:
                 raise ValueError("the folder holds a dataset without splits")
             return saved
-        except Exception as error:  # network, Hub and loading-script exceptions arrive unwrapped
-            raise self._error(f"cannot load split {split!r}: {one_line(error)}") from error
 
     def _error(self, message: str) -> EnvironmentSetupError:
         return EnvironmentSetupError(f"environments {self._name!r}: {message}")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
-from colocated_grpo.environments.user_code.loading import load_function, one_line
+from colocated_grpo.environments.user_code.loading import errors_named, load_function
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.settings.sources import RowsSourceConfig
 
@@ -120,11 +120,9 @@ def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[Sequ
     kept: list[int] = []
     dropped: list[int] = []
     for number in range(len(rows)):
-        try:
+        with errors_named(f"{key}: {name}: row {number}"):
             answer = keep(dict(rows[number]))
             (kept if answer else dropped).append(number)
-        except (Exception, SystemExit) as error:  # user code
-            raise EnvironmentSetupError(f"{key}: {name}: row {number}: {one_line(error)}") from error
         if answer is None:
             raise EnvironmentSetupError(f"{key}: {name}: row {number}: returned None, not true or false")
     if not dropped:

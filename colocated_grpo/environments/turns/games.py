@@ -7,8 +7,8 @@ Rank 0 then commits one completion of each turn.
 import json
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from random import Random
@@ -19,7 +19,7 @@ from colocated_grpo.environments.prompts import BY_OPPONENT_KEY, PATTERN_KEY
 from colocated_grpo.environments.registry import KINDS, find
 from colocated_grpo.environments.rewards.scoring import as_number, as_score
 from colocated_grpo.environments.turns.base import Turn, TurnEnvironment
-from colocated_grpo.environments.user_code.loading import construct, one_line
+from colocated_grpo.environments.user_code.loading import construct, errors_named, one_line
 from colocated_grpo.errors import RunError
 from colocated_grpo.settings.sources import TurnsSourceConfig
 from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, Score, shallow
@@ -51,13 +51,9 @@ def _as_result(outcome: Any) -> object:
     return {**outcome.parts, "reward": outcome.reward} if hasattr(outcome, "parts") else outcome
 
 
-@contextmanager
-def _errors_of(name: str, method: str) -> Generator[None]:
+def _errors_of(name: str, method: str) -> AbstractContextManager[None]:
     """Convert exceptions of the environment to RunError: after a failed method, a game has no valid state."""
-    try:
-        yield
-    except (Exception, SystemExit) as error:
-        raise RunError(f"environments {name!r}: {method}() failed: {one_line(error)}") from error
+    return errors_named(f"environments {name!r}: {method}() failed", RunError)
 
 
 class TurnGames(Items):
@@ -297,12 +293,8 @@ class TurnStream(ItemStream):
         return {"games": games, "pending": self._pending.state_dict(), "early_stop": self._steps_at_goal}
 
     def load_state_dict(self, state: JsonObject) -> None:
-        try:
+        with errors_named(f"environments {self._name!r}: the games of the checkpoint cannot be restored"):
             self._environment.restore(state["games"])
-        except (Exception, SystemExit) as error:
-            raise EnvironmentSetupError(
-                f"environments {self._name!r}: the games of the checkpoint cannot be restored: {one_line(error)}"
-            ) from error
         self._pending.load_state_dict(state["pending"])
         self._steps_at_goal = state["early_stop"]
         self._start_step()

@@ -8,8 +8,8 @@ import os
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from hashlib import sha256
 from inspect import signature
@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import in_one_line, shortened
+from colocated_grpo.errors import ConfigError, in_one_line, shortened
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.types import JsonObject
@@ -34,6 +34,20 @@ def one_line(error: BaseException) -> str:
     shown = shortened(in_one_line(error), MAX_ERROR_CHARACTERS)
     own = innermost(lines_of_error(error))
     return shown if own is None else f"{shown} ({own.place})"
+
+
+@contextmanager
+def errors_named(key: str, kind: Callable[[str], Exception] = EnvironmentSetupError) -> Generator[None]:
+    """Convert the exceptions of user code or a library to `kind`, with one line that begins with `key`.
+
+    A ConfigError has such a line already.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (Exception, SystemExit) as error:
+        raise kind(f"{key}: {one_line(error)}") from error
 
 
 def load_object(path: str, key: str) -> Any:
@@ -111,14 +125,11 @@ def make_importable(folder: str) -> None:
 
 def construct(factory: Callable[..., T], args: JsonObject, key: str) -> T:
     """Return factory(**args). Any exception becomes EnvironmentSetupError."""
-    try:
-        return factory(**args)
-    except EnvironmentSetupError:
-        raise
-    except ValidationError as error:
-        raise EnvironmentSetupError(f"{key}: {_first_problem(error, factory, args)}") from None
-    except (Exception, SystemExit) as error:
-        raise EnvironmentSetupError(f"{key}: args={masked(args)}: {one_line(error)}") from error
+    with errors_named(f"{key}: args={masked(args)}"):
+        try:
+            return factory(**args)
+        except ValidationError as error:
+            raise EnvironmentSetupError(f"{key}: {_first_problem(error, factory, args)}") from None
 
 
 def _first_problem(error: ValidationError, factory: Callable[..., object], args: JsonObject) -> str:
