@@ -20,7 +20,7 @@ from typing import Any, TypeVar
 from pydantic import ValidationError
 
 from colocated_grpo.environments.base import EnvironmentSetupError
-from colocated_grpo.errors import ConfigError, in_one_line, shortened
+from colocated_grpo.errors import in_one_line, shortened
 from colocated_grpo.runtime.user_code import innermost, lines_of_error
 from colocated_grpo.settings.errors import masked
 from colocated_grpo.types import JsonObject
@@ -37,14 +37,14 @@ def one_line(error: BaseException) -> str:
 
 
 @contextmanager
-def errors_named(key: str, kind: Callable[[str], Exception] = EnvironmentSetupError) -> Generator[None]:
+def errors_named(key: str, kind: type[Exception] = EnvironmentSetupError) -> Generator[None]:
     """Convert the exceptions of user code or a library to `kind`, with one line that begins with `key`.
 
-    A ConfigError has such a line already.
+    An error of this kind has such a line already.
     """
     try:
         yield
-    except ConfigError:
+    except kind:
         raise
     except (Exception, SystemExit) as error:
         raise kind(f"{key}: {one_line(error)}") from error
