@@ -39,8 +39,6 @@ from colocated_grpo.types import Completion, JsonObject
 OPERATORS = (
     "input_layernorm",
     "self_attn.qkv_proj",
-    "self_attn.q_norm",
-    "self_attn.k_norm",
     "self_attn.rotation",
     "self_attn.attn",
     "self_attn.o_proj",
@@ -51,7 +49,8 @@ OPERATORS = (
     "mlp.down_proj",
     "post_feedforward_layernorm",
 )
-"""Names of the engine's modules in a layer, in the order of the forward pass. rotation: the queries that attn reads."""
+"""Names of the engine's modules in a layer, in the order of the forward pass. rotation: the
+queries that attn reads, after the norms of heads."""
 PARTS = {
     "self_attn.q_proj": "self_attn.qkv_proj",
     "self_attn.k_proj": "self_attn.qkv_proj",

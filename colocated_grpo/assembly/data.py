@@ -125,7 +125,7 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     trains: False leaves out the training prompts.
     """
     site.resources.callback(end_idle_workers)
-    environments = build_environments(config, model.tokenizer, model.hf_config.vocab_size)
+    environments = build_environments(config, model.tokenizer, getattr(model.hf_config, "vocab_size", None))
     has_source = trains and site.world.is_main and environments.trained
     source = open_source(environments, site.note) if has_source else None
     sets = read_evaluation_sets(

@@ -125,7 +125,7 @@ def messages_as_text(prompts: Sequence[Prompt]) -> Iterator[str]:
         # A system prompt makes text the last message.
         if MESSAGES_AS_TEXT.match(str(prompt if isinstance(prompt, str) else prompt[-1].get("content"))):
             rule = "prompts are text that looks like a list of messages, and the model reads them as that text"
-            yield f"environments {source!r}: {rule}; for messages, write a list into the data, as json.loads(text)"
+            yield f"environments {source!r}: {rule}; for messages, write a list into the data, such as json.loads(text)"
 
 
 def show_prompts(prompts: Sequence[Prompt], limit: int) -> Iterator[str]:

@@ -240,5 +240,5 @@ def listen(sampler: Sampler, model: str, settings: ServerConfig) -> ServerThread
         return ServerThread(app, settings.host, [settings.port, *settings.more_ports])
     except OSError as error:
         advice = f"stop the process that does (lsof -i :{settings.port}) or set another port"
-        rule = f"environments: atropos: server: cannot listen on {error.strerror}; {advice}"
-        raise EnvironmentSetupError(rule) from None
+        line = f"environments: atropos: server: cannot listen on {error.strerror}; {advice}"
+        raise EnvironmentSetupError(line) from None

@@ -129,9 +129,9 @@ def build_environments(
     """
     entries = [entry for entry in config.environments if not isinstance(entry, AtroposSourceConfig)]
     sets = {f"{evaluation.PREFIX}/{entry.name}": entry.source for entry in config.evaluation.sets}
-    # Scorers and stream positions are stored by name. The folder of a file is no part of it: a resumed run has absolute
-    # paths, and its files may have moved.
-    names = unique_names((without_folder(entry.name) for entry in entries), "#")
+    # Scorers and stream positions are stored by name. Names leave out folders, because a resumed run has absolute paths
+    # and its files may have moved.
+    names = unique_names([*sets, *(without_folder(entry.name) for entry in entries)], "#")[len(sets) :]
     trained = dict(zip(names, entries, strict=True))
     variables = config.model.chat_template_kwargs
     for name in variables:

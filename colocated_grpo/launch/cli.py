@@ -177,7 +177,7 @@ def parse_rank_arguments(
 ) -> tuple[argparse.Namespace, list[str]]:
     """Parse a rank's command line (under torchrun, srun or alone). Return its flags and the overrides of settings.
 
-    Sets torchrun's variables. Exits with one line if these variables or the arguments are invalid.
+    Sets torchrun's variables and the libraries' log level. Exits with one line if a variable or an argument is invalid.
     """
     program.prepare_streams()
     options, overrides = parser.parse_known_args(arguments)

@@ -132,11 +132,10 @@ def train_on(
         choice = Path(config.output_dir), config.run_name, resume, name
         folder = world.from_main(lambda: run_folder.lock_folder(run_folder.choose_run_folder(*choice)))
         output.folder = folder
-        if resume is None and world.is_main:
-            for line in missing_space(config, world):
-                output.note(f"note: {line}")
         verdict.leave(folder=str(folder))
         try:
+            for line in world.from_main(lambda: [*missing_space(config, world)]) if resume is None else ():
+                output.note(f"note: {line}")
             run = build_run(config, folder, world, process.stop, output, process.resources, callbacks)
         except BaseException:
             run_folder.remove_if_unused(folder)

@@ -189,7 +189,7 @@ def packed_attention(
     over which the micro-batch is split; T then counts this rank's rows, while cu_seq_lens_q and prefix_keys index the
     rows of all ranks of the group.
     """
-    # The backward pass of an index would fill a tensor with zeros and copy the gradient.
+    # `tensor[0]` would make the backward pass fill a tensor with zeros and copy the gradient into it.
     query, key, value = (tensor.squeeze(0).transpose(0, 1) for tensor in (query, key, value))
     if context_group is not None:
         query, key, value = rows_to_heads(query, key, value, context_group)

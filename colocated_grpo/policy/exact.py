@@ -4,8 +4,8 @@ Both call the kernels of `runtime/row_kernels.py`, `norm_kernels.py` and `logit_
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
-On CPUs, in float32, `runtime/rows.py` has those of matrix products and attention, the two that depend on the number
-of rows there; rotations are vLLM's operator, and the others plain torch, which computes what the engine computes.
+On CPUs, in float32, matrix products and attention are in `runtime/rows.py`, because their results depend on the number
+of rows there. Rotations use vLLM's operator. All others are plain torch, with the engine's results.
 
 Shapes: T tokens, E keys, N runs, H query heads, K key-value heads, D head size, I input features, O output features,
 C tokens of one chunk, V vocabulary.
@@ -129,8 +129,9 @@ def _norm(module: Any, offset: float, x: Tensor, rotation: Rotary | None = None)
     """Normalise hidden states [1, T, I], or normalise and rotate heads [T, H, D]."""
     epsilon = module.eps if hasattr(module, "eps") else module.variance_epsilon
     if x.is_cuda:
-        rows_or_heads, rotary = (x.squeeze(0), (None, None)) if rotation is None else (x, rotation[:2])
-        return _normalize(rows_or_heads, module.weight, epsilon, offset, *rotary).view(x.shape)
+        if rotation is None:
+            return _normalize(x.squeeze(0), module.weight, epsilon, offset, None, None).view(x.shape)
+        return _normalize(x, module.weight, epsilon, offset, *rotation[:2])
     normalised = plain_norm(x, module.weight, epsilon, offset)
     return normalised if rotation is None else _rotated(normalised, rotation)
 

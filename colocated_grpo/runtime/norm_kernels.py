@@ -1,9 +1,9 @@
 """Triton kernels of RMS norms and rotary embeddings, for `numerics: exact`, and their backward pass.
 
-A program computes whole rows, in halves: rotary embeddings combine a number with the number half a row further. The
-order of summation depends on the number of columns only, and rotations have the bits of vLLM's kernel, because a
-product of two 16-bit numbers is exact in float32. vLLM's attention modules therefore give the same bits with separate
-kernels, and with the kernel that also writes the cache (`rollout/vllm/qkv_kernel.py`).
+Rows are processed in halves, because rotary embeddings combine each number with the one half a row further. The order
+of summation depends on the number of columns only, and rotations have the bits of vLLM's kernel, because a product of
+two 16-bit numbers is exact in float32. So the bits are the same with vLLM's separate kernels and with
+`rollout/vllm/qkv_kernel.py`.
 
 Shapes: T tokens, H columns of a row: the hidden size, or the size of a head.
 """
@@ -22,7 +22,7 @@ from colocated_grpo.runtime.triton_jit import jit
 BLOCK = 1024
 """Pairs of numbers, one of each half of a row, that a program reads at a time."""
 PAIRS_PER_WARP = 256
-"""Then every lane reads 16 bytes of each half."""
+"""With this number, each lane reads 16 bytes of each half."""
 PROGRAMS_PER_PROCESSOR = 8
 """Programs of the backward pass. Each adds up the weight's gradient of many rows."""
 
@@ -46,7 +46,7 @@ def normalize(
     assert residual is None or residual.is_contiguous()
     if out.numel():
         blocks, inputs, settings = _launch(x, weight_H, epsilon, offset, positions_T, table)
-        _forward[(blocks,)](*inputs, out if residual is None else residual, out, ADD=residual is not None, **settings)
+        _normalize[(blocks,)](*inputs, out if residual is None else residual, out, ADD=residual is not None, **settings)
     return out
 
 
@@ -79,7 +79,7 @@ class Normalize(torch.autograd.Function):
         of_weight = ctx.needs_input_grad[1]
         parts = torch.empty(programs, grad.shape[-1] if of_weight else 0, device=grad.device)
         if programs:
-            _backward[(programs,)](*inputs, grad, out, parts, OF_WEIGHT=of_weight, **settings)
+            _normalize_backward[(programs,)](*inputs, grad, out, parts, OF_WEIGHT=of_weight, **settings)
         return out, parts.sum(0).to(weight_H.dtype) if of_weight else None, None, None, None, None
 
 
@@ -103,7 +103,7 @@ def _launch(
 
 
 @jit
-def load(at, HALF: tl.constexpr, mask):
+def load_halves(at, HALF: tl.constexpr, mask):
     """Return both halves of rows in float32, with zeros outside the mask. at: of the first halves."""
     left = tl.load(at, mask=mask, other=0.0).to(tl.float32)
     return left, tl.load(at + HALF, mask=mask, other=0.0).to(tl.float32)
@@ -126,7 +126,7 @@ def rotated(left, right, cos, sin):
 
 
 @partial(jit, do_not_specialize=["rows"])
-def _forward(
+def _normalize(
     x, rows, token_stride, head_stride, epsilon, offset, weight, positions, table, residual, out,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     ROTATE: tl.constexpr, ADD: tl.constexpr,
@@ -138,24 +138,24 @@ def _forward(
     inside = column < HALF
     real = (row < rows) & inside
     own = row * COLUMNS + column
-    left, right = load(x + row // HEADS * token_stride + row % HEADS * head_stride + column, HALF, real)
+    left, right = load_halves(x + row // HEADS * token_stride + row % HEADS * head_stride + column, HALF, real)
     if ADD:
-        more_left, more_right = load(residual + own, HALF, real)
+        more_left, more_right = load_halves(residual + own, HALF, real)
         left, right = (left + more_left).to(dtype).to(tl.float32), (right + more_right).to(dtype).to(tl.float32)
         _store(residual + own, left, right, HALF, real)
     if NORM:
         scale = inverse_rms(left, right, epsilon, COLUMNS)
-        left_weight, right_weight = load(weight + column, HALF, inside)
+        left_weight, right_weight = load_halves(weight + column, HALF, inside)
         left, right = left * scale * (left_weight + offset), right * scale * (right_weight + offset)
     if ROTATE:
         position = tl.load(positions + row // HEADS, mask=row < rows, other=0)
-        cos, sin = load(table + position * COLUMNS + column, HALF, inside)
+        cos, sin = load_halves(table + position * COLUMNS + column, HALF, inside)
         left, right = rotated(left.to(dtype).to(tl.float32), right.to(dtype).to(tl.float32), cos, sin)
     _store(out + own, left, right, HALF, real)
 
 
 @partial(jit, do_not_specialize=["rows"])
-def _backward(
+def _normalize_backward(
     x, rows, token_stride, head_stride, epsilon, offset, weight, positions, table, grad, out, parts,
     HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, WIDTH: tl.constexpr, NORM: tl.constexpr,
     ROTATE: tl.constexpr, OF_WEIGHT: tl.constexpr,
@@ -168,20 +168,20 @@ def _backward(
         row = (block * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
         real = (row < rows) & inside
         own = row * COLUMNS + column
-        left, right = load(grad + own, HALF, real)
+        left, right = load_halves(grad + own, HALF, real)
         if ROTATE:
             position = tl.load(positions + row // HEADS, mask=row < rows, other=0)
-            cos, sin = load(table + position * COLUMNS + column, HALF, inside)
+            cos, sin = load_halves(table + position * COLUMNS + column, HALF, inside)
             left, right = rotated(left, right, cos, -sin)
         if NORM:
             source = x + row // HEADS * token_stride + row % HEADS * head_stride + column
-            unit_left, unit_right = load(source, HALF, real)
+            unit_left, unit_right = load_halves(source, HALF, real)
             scale = inverse_rms(unit_left, unit_right, epsilon, COLUMNS)
             unit_left, unit_right = unit_left * scale, unit_right * scale
             if OF_WEIGHT:
                 left_total += left * unit_left
                 right_total += right * unit_right
-            left_weight, right_weight = load(weight + column, HALF, inside)
+            left_weight, right_weight = load_halves(weight + column, HALF, inside)
             left, right = left * (left_weight + offset), right * (right_weight + offset)
             along = ((tl.sum(left * unit_left, 1) + tl.sum(right * unit_right, 1)) / COLUMNS)[:, None]
             left, right = scale * (left - unit_left * along), scale * (right - unit_right * along)

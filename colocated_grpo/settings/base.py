@@ -33,8 +33,9 @@ Number = Annotated[float, BeforeValidator(_reject_boolean)]
 Positive = Annotated[Integer, Field(gt=0)]
 NonNegative = Annotated[Integer, Field(ge=0)]
 Fraction = Annotated[Number, Field(ge=0.0, le=1.0)]
-INITIAL, DEFAULT_INIT = "initial", "default"
-"""Special values accepted in place of a path: the run's own initial model, and a new adapter."""
+INITIAL, DEFAULT_INIT, TRAIN_DATASET = "initial", "default", "train_dataset"
+"""Special values accepted in place of a path: the run's own initial model, a new adapter, and an entry's training rows
+that were passed to Trainer as an object."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def names_code(name: str) -> bool:
 def find_file(name: str, info: ValidationInfo) -> str:
     """Return the path of a file: `name` itself, or its path in the config's folder if the file exists only there."""
     if not name:
-        raise ValueError("must be a name")
+        raise ValueError("must not be empty")
     here = os.path.expanduser(name)
     file, rest = _file_of(here)
     context = info.context
@@ -88,21 +89,21 @@ SAVED = "saved"
 """Context with which settings are written for a later run, which may start in another folder."""
 
 
-def _absolute(name: str, info: SerializationInfo) -> str:
+def absolute(name: str, info: SerializationInfo) -> str:
     """Return the absolute path of a file that exists, for settings to be saved."""
     file, rest = _file_of(name)
-    known = name not in (INITIAL, DEFAULT_INIT) and os.path.exists(file)
+    known = name not in (INITIAL, DEFAULT_INIT, TRAIN_DATASET) and os.path.exists(file)
     return os.path.abspath(file) + rest if info.context == SAVED and known else name
 
 
 FileName = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path of a file or folder. A leading ~ is expanded here, because no shell expands the ~ of a YAML file."""
-InputFile = Annotated[str, AfterValidator(find_file), PlainSerializer(_absolute)]
+InputFile = Annotated[str, AfterValidator(find_file), PlainSerializer(absolute)]
 """Path of an input file. The file may be in the config's folder. Text that does not name a file is unchanged."""
 CodeName = Annotated[
     str,
     AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name),
-    PlainSerializer(lambda name, info: _absolute(name, info) if "/" in name or names_code(name) else name),
+    PlainSerializer(lambda name, info: absolute(name, info) if "/" in name or names_code(name) else name),
 ]
 """Name of built-in or installed code, or of user code in a file. The file may be in the config's folder."""
 

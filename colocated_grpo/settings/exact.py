@@ -16,12 +16,13 @@ HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
     """Yield a line for each setting with which engine and policy compute different log-probabilities."""
-    unset = ("quantization", "kv_cache_dtype", "compilation_config", "use_fp64_gumbel")
+    unset = ("quantization", "kv_cache_dtype", "compilation_config")
     needed = {
         "engine.placement": (engine.placement, "colocated"),
         "engine.tensor_parallel_size": (engine.tensor_parallel_size, 1),
         "engine.dtype": (engine.dtype, "auto"),
-        **{f"engine.args.{name}": (engine.args.get(name) or None, None) for name in unset},
+        **{f"engine.args.{name}": (engine.args.get(name), None) for name in unset},
+        "engine.args.use_fp64_gumbel": (engine.args.get("use_fp64_gumbel") or None, None),
         "policy.compile": (policy.compile or "auto", "auto"),
         "policy.context_parallel": (policy.context_parallel, 1),
         "rollout.partial": (None if rollout.partial is None else "...", None),

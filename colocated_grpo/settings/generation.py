@@ -21,7 +21,7 @@ def _checked_url(text: str) -> str:
 
 Url = Annotated[str, AfterValidator(_checked_url)]
 RESHAPING = ("top_p", "top_k", "min_p", "repetition_penalty")
-"""Settings of a rollout that, unless at their defaults, make the engine sample from another distribution."""
+"""Settings of a rollout that make the engine sample from another distribution, unless they have their defaults."""
 MIN_TEMPERATURE = 0.01
 """vLLM raises lower temperatures to this value. At temperature 0, vLLM samples greedily."""
 

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PrivateAttr, model_validator
 
 from colocated_grpo.settings import base
 from colocated_grpo.settings.atropos import AtroposSourceConfig
@@ -60,7 +60,7 @@ class TurnsSourceConfig(base.Section):
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
 
-TRAIN_DATASET, EVAL_DATASETS = "train_dataset", "eval_datasets"
+TRAIN_DATASET, EVAL_DATASETS = base.TRAIN_DATASET, "eval_datasets"
 """Names that stand for rows passed to Trainer as objects. train_dataset: an entry's training rows. eval_datasets: the
 entry's held-out rows. eval_datasets[NAME]: the rows of evaluation set NAME."""
 
@@ -68,9 +68,15 @@ entry's held-out rows. eval_datasets[NAME]: the rows of evaluation set NAME."""
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of dataset files. The readers are in `environments.rows.readers`, a layer above settings."""
 SplitOrFile = Annotated[
-    str, AfterValidator(lambda name, info: base.find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name)
+    str,
+    AfterValidator(lambda name, info: base.find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name),
+    PlainSerializer(lambda name, info: base.absolute(name, info) if name.lower().endswith(DATA_SUFFIXES) else name),
 ]
-Program = Annotated[str, AfterValidator(lambda name, info: name if shutil.which(name) else base.find_file(name, info))]
+Program = Annotated[
+    str,
+    AfterValidator(lambda name, info: name if shutil.which(name) else base.find_file(name, info)),
+    PlainSerializer(lambda name, info: name if shutil.which(name) else base.absolute(name, info)),
+]
 """Name of a command in PATH, of a file, or of a function."""
 
 

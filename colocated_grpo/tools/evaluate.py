@@ -23,7 +23,7 @@ from colocated_grpo.types import STDERR, JsonObject
 def read_settings(subject: ModelSubject, path: str | Path, overrides: Sequence[str]) -> Config:
     """Return a file's settings for the subject's model; an adapter's base may be overridden. Raises ConfigError."""
     model = ["--model.name", subject.model]
-    # The best model was kept by a metric of the run's own sets, which overrides may change.
+    # `keep_best` names a metric of the run's sets, which overrides may rename. An evaluation keeps nothing.
     nothing_kept = ["--evaluation.keep_best=null", "--evaluation.patience=null"]
     own = [*model, *overrides] if subject.adapter else [*overrides, *model]
     return with_subject(config_file.load_config(path, [*own, *nothing_kept]), subject)

@@ -98,7 +98,7 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
     """
     sources = [f"row {number}" for number in range(len(rows))]
     templates = dict.fromkeys(sources, PromptTemplate(variables=variables))
-    prompts = PromptEncoder(model.tokenizer, limit, templates, model.hf_config.vocab_size)
+    prompts = PromptEncoder(model.tokenizer, limit, templates, getattr(model.hf_config, "vocab_size", None))
     codec = ChatCodec(model.tokenizer)
     for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
         fitting = []

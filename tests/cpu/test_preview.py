@@ -15,10 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from colocated_grpo import Trainer
 from colocated_grpo.assembly.preview import preview
+from colocated_grpo.launch.rank import missing_space
 from colocated_grpo.settings.config_json import read_config_json
 from colocated_grpo.settings.errors import ConfigError
 from colocated_grpo.settings.generation import ModelConfig
 from colocated_grpo.settings.run_sizes import Placement
+from colocated_grpo.settings.schema import Config
 from tests.support.real_models import real_model
 from tests.support.reward_models import make_reward_model
 from tests.support.small_policy import config_of, make_small_model, policy_of
@@ -124,6 +126,14 @@ def test_memory_and_disk_space_are_shown_and_a_lack_of_them_is_noticed(tmp_path,
     assert folder.endswith(" is not a writable folder here")
     assert re.search("a rank needs at least .* generating, and has 0.000977 GiB here; use a smaller model", memory)
     assert disk.startswith("output_dir='runs': checkpoints and exports take")
+
+
+def test_a_run_notes_a_lack_of_disk_space_at_its_start(world, monkeypatch):
+    config = Config(model={"name": str(tiny_model())}, environments=[{"type": "task", "name": "sorting"}])
+    assert not [*missing_space(config, world)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=1 << 10))
+    [line] = missing_space(config, world)
+    assert line.startswith("output_dir='runs': checkpoints and exports take")
 
 
 def test_rewards_that_are_all_none_are_noticed(tmp_path):

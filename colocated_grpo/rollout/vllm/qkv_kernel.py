@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionType
 from vllm.v1.attention.backends.flash_attn import FlashAttentionImpl
 
 from colocated_grpo.rollout.vllm.decode_attention import FP8
-from colocated_grpo.runtime.norm_kernels import inverse_rms, load, rotated
+from colocated_grpo.runtime.norm_kernels import inverse_rms, load_halves, rotated
 from colocated_grpo.runtime.triton_jit import jit
 
 HEAD_SIZES = (64, 128, 256)
@@ -121,7 +121,7 @@ def _prepare(
     is_value = row >= QUERIES + KEYS
     real = row < QUERIES + 2 * KEYS
     at = qkv + token * token_stride + row * SIZE + column
-    left, right = load(at, HALF, real)
+    left, right = load_halves(at, HALF, real)
 
     scale = inverse_rms(left, right, epsilon, SIZE)
     weight_left = tl.where(is_query, tl.load(query_weight + column), tl.load(key_weight + column))
@@ -129,7 +129,7 @@ def _prepare(
     x = (left * scale * weight_left.to(tl.float32)).to(dtype).to(tl.float32)
     y = (right * scale * weight_right.to(tl.float32)).to(dtype).to(tl.float32)
 
-    cos, sin = load(cos_sin + tl.load(positions + token) * SIZE + column, HALF, column < HALF)
+    cos, sin = load_halves(cos_sin + tl.load(positions + token) * SIZE + column, HALF, column < HALF)
     x, y = rotated(x, y, cos, sin)
     left, right = tl.where(is_value, left, x).to(dtype), tl.where(is_value, right, y).to(dtype)
     tl.store(at, left, mask=is_query)

@@ -47,7 +47,13 @@ def test_a_run_finds_its_files_from_another_folder_and_continues_its_streams(tmp
         folder.mkdir(parents=True)
     (work / "data/rows.jsonl").write_text('{"prompt": "p", "answer": "a"}\n' * 9)
     (work / "rewards.py").write_text("def right(completions, **columns):\n    return [1.0] * len(completions)\n")
-    entry = {"type": "dataset", "name": "data/rows.jsonl", "rewards": ["rewards.py:right", "exact_match"]}
+    (work / "data/held_out.jsonl").write_text('{"prompt": "q", "answer": "a"}\n')
+    entry = {
+        "type": "dataset",
+        "name": "data/rows.jsonl",
+        "eval_split": "data/held_out.jsonl",
+        "rewards": ["rewards.py:right", "exact_match"],
+    }
     (work / "exact_match").write_text("no reward of this run")
     monkeypatch.chdir(work)
     config = Config.model_validate({"model": {"name": "org/model"}, "environments": [entry]})
@@ -59,10 +65,32 @@ def test_a_run_finds_its_files_from_another_folder_and_continues_its_streams(tmp
     again = load_config("run/config.yaml")
     [environment] = again.environments
     assert (again.model.name, environment.name) == ("org/model", str(work / "data/rows.jsonl"))
+    assert environment.eval_split == str(work / "data/held_out.jsonl")
     assert [reward.name for reward in environment.rewards] == [f"{work}/rewards.py:right", "exact_match"]
     continued = build_environments(again, build_char_tokenizer()).open_source()
     continued.load_state_dict(source.state_dict())
     assert continued.next(1)[0].source == "rows.jsonl"
+
+
+def test_programs_are_saved_with_their_folder_and_rows_of_a_program_without(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_dataset").mkdir()
+    for name in ("agent.py", "rows.jsonl"):
+        (tmp_path / name).touch()
+    agent = {"type": "agent", "name": "rows.jsonl", "program": "agent.py:play"}
+    rows = {"type": "dataset", "name": "train_dataset", "rewards": ["exact_match"]}
+    config = Config.model_validate({"model": {"name": "x"}, "environments": [agent, rows]})
+    saved = config.model_dump(mode="json", context=SAVED)["environments"]
+    assert saved[0]["program"] == f"{tmp_path}/agent.py:play"
+    assert saved[1]["name"] == "train_dataset"
+
+
+def test_a_trained_dataset_and_an_evaluation_set_of_one_name_are_kept_apart():
+    entry = {"type": "dataset", "name": "eval/own", "rewards": ["exact_match"], "held_out": 0}
+    evaluated = {"name": "own", "source": {"type": "task", "name": "sorting"}}
+    settings = {"model": {"name": "x"}, "environments": [entry], "evaluation": {"sets": [evaluated]}}
+    made = build_environments(Config.model_validate(settings), build_char_tokenizer())
+    assert [each.name for each in (*made.trained, *made.sets)] == ["eval/own#2", "eval/own"]
 
 
 def test_an_error_of_a_class_shows_no_secret_arguments():
