@@ -141,7 +141,7 @@ def build_engines(
         with output.phase("building the engine" + (" and capturing its CUDA graphs" if graphs else "")):
             return engines.build_colocated(spec, policy, site.world, site.resources, shared=shared, check_every=every)
     with output.phase("connecting to the engines"):
-        built = build_remote(config, servers, policy, model, folder, site.world, site.stop)
+        built = build_remote(config, servers, policy, model, folder, site)
         site.resources.callback(built.engine.close)
         return built
 

@@ -76,8 +76,7 @@ def read_evaluation_sets(
 ) -> list[EvaluationSet]:
     """Return the held-out prompts and the sets of the config. Collective. Raises EnvironmentSetupError.
 
-    User code is imported on every rank; data are read on rank 0 only. Sets that this run does not evaluate have no
-    prompts. mixed: the run has several environments.
+    Sets that this run does not evaluate have no prompts. mixed: the run has several environments.
     """
     answers = import_answers(evaluation)
     held_out, drawn = site.world.from_main(lambda: draw_evaluated(evaluation, environments, site.note))
@@ -120,10 +119,7 @@ class Data:
 
 
 def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = True) -> Data:
-    """Import user code on every rank, and read data on rank 0. Collective.
-
-    trains: False leaves out the training prompts.
-    """
+    """Import user code on every rank, and read data on rank 0. Collective. trains: False: no training prompts."""
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer, getattr(model.hf_config, "vocab_size", None))
     has_source = trains and site.world.is_main and environments.trained

@@ -101,12 +101,11 @@ def engine_spec(
 def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloaded: bool) -> Reference | None:
     """Return the frozen reference of the KL penalty; None without such a penalty. Call before a checkpoint is restored.
 
-    An adapter needs no second model, unless kl.model is one: the policy's own weights are merged with the initial
-    adapter for each scoring.
     loader: loads the reference. offloaded: keep it in host memory between uses.
     """
     if not kl.has_reference:
         return None
+    # For each scoring, the policy's own weights are merged with the initial adapter.
     if kl.model is None and isinstance(policy.weights, AdapterWeights):
         return partial(policy.weights.with_factors, policy.weights.nonzero_factors())
     model = loader.model(offloaded=offloaded)
@@ -115,10 +114,7 @@ def build_reference(kl: KLConfig, policy: Policy, loader: ModelLoader, *, offloa
 
 
 def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: World) -> ModelFiles:
-    """Return the files of the KL penalty's reference; without a model of its own, those of the policy. Collective.
-
-    Raises ConfigError if the two models have different vocabularies: the reference scores the policy's tokens.
-    """
+    """Return the files of the KL penalty's reference; without a model of its own, those of the policy. Collective."""
     if reference is None:
         return policy
     files = read_model_files(reference, world, key="loss.kl.model")
@@ -127,7 +123,7 @@ def read_reference(reference: ModelConfig | None, policy: ModelFiles, world: Wor
 
 
 def check_same_vocabulary(name: str, reference: PreTrainedTokenizerBase, policy: PreTrainedTokenizerBase) -> None:
-    """Raise ConfigError if a token of one tokenizer is missing, or is another token, in the other."""
+    """Raise ConfigError if two tokenizers differ in a token: the reference scores the policy's tokens."""
     if differing := reference.get_vocab().items() ^ policy.get_vocab().items():
         rule = f"its vocabulary differs from the policy's in {len(differing)} entries, such as {min(differing)}"
         raise ConfigError(f"loss.kl.model={name!r}: {rule}; choose a model with the same tokenizer")
@@ -194,10 +190,9 @@ def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: 
 
 
 def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: bool, check_every: int) -> WeightSync:
-    """Return the sync from the policy into the engine.
+    """Return the sync from the policy into the engine. shared: they use one copy of the weights.
 
-    shared: for `weights: shared`; policy and engine then use one copy of the weights. check_every: verify every n-th
-    sync; 0: never.
+    check_every: verify every n-th sync; 0: never.
     """
     model, weights = policy.model, policy.weights
     copies = ColocatedSync(

@@ -37,9 +37,8 @@ MESSAGES_AS_TEXT = re.compile(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""")  #
 def preview(config: Config, place: Placement, note: Note) -> list[str]:
     """Build the model without parameters and draw the first prompts as a run does. Return lines that show them.
 
-    Imports the code of the environments, reads their data and computes rewards. place: the ranks that would
-    run; the memory of their devices is read here. note: receives remarks, such as the number of omitted rows. Raises
-    ConfigError or RunError for the first problem.
+    Imports the code of the environments, reads their data and computes rewards. place: the ranks that would run; the
+    memory of their devices is read here. note: receives remarks. Raises ConfigError or RunError for the first problem.
     """
     folder, device = checkpoint_files.fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
     model = model_loader.check_model(config.model, folder)

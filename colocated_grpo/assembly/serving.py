@@ -57,7 +57,7 @@ def connect_servers(config: Config, world: World, stop: StopRequest) -> list[Eng
             "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
             "with colocated-grpo, which starts them"
         )
-    key = None if variable is None else os.environ[variable]
+    key = _key(variable)
     trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
     dtype = None  # any: weights are cast when they are sent
@@ -93,20 +93,11 @@ def _prepare(
 
 
 def build_remote(
-    config: Config,
-    servers: list[EngineServer],
-    policy: Policy,
-    model: ModelFiles,
-    folder: Path,
-    world: World,
-    stop: StopRequest,
+    config: Config, servers: list[EngineServer], policy: Policy, model: ModelFiles, folder: Path, site: Site
 ) -> Engines:
-    """Return the engines of the servers, with the bridge that sends weights to them. Collective.
-
-    folder: the run folder.
-    """
-    engine, lora, base, check_every = config.engine, config.policy.lora, config.model.name, config.freshness.every
-    prefix, files = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER
+    """Return the engines of the servers, with the bridge that sends weights to them. Collective."""
+    world, engine, lora, base = site.world, config.engine, config.policy.lora, config.model.name
+    prefix, files, check_every = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER, config.freshness.every
     sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
     match engine.bridge:
         case "broadcast":
@@ -125,11 +116,12 @@ def build_remote(
             sync = SharedSync(policy.weights.published(), views, world, check_every)
     restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]
+    engines = [RemoteEngine(server, restore, site.stop.request) for server in servers]
     # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
     return Engines(
         local=None,
-        engine=EngineGroup([RemoteEngine(server, restore, stop.request) for server in servers], max_num_seqs=limit),
+        engine=EngineGroup(engines, max_num_seqs=limit),
         sync=sync,
         dtype=getattr(torch, infos[0]["dtype"]),
         is_quantized=any(info["is_quantized"] for info in infos),
@@ -146,10 +138,7 @@ class Serving:
     def __init__(
         self, config: Config, atropos: AtroposSourceConfig, model: ModelFiles, inbox: Inbox, folder: Path, site: Site
     ) -> None:
-        """Collective. Raises EnvironmentSetupError with one line, on every rank.
-
-        atropos: the config's Atropos entry. folder: the run folder.
-        """
+        """Collective. Raises EnvironmentSetupError with one line, on every rank."""
         limits, tokenizer = text.limits_of(model, config.max_sequence_tokens, config.seed), model.tokenizer
         self._world, self._note = site.world, site.note
         self._inbox = inbox

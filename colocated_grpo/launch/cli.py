@@ -240,8 +240,7 @@ def checked(loaded: LoadedConfig, resume: str | None, name: str) -> tuple[Config
 def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list[str], list[str]]:
     """Return the settings adapted to their model, notes and warnings, and the reasons why the run cannot start.
 
-    Checks model, files, functions, packages and the run to resume, without running user code. name: first part of a new
-    run folder's name.
+    Runs no user code. name: first part of a new run folder's name.
     """
     from colocated_grpo.environments.registry import check_names
     from colocated_grpo.rollout.vllm.versions import check_installed

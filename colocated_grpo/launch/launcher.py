@@ -43,10 +43,7 @@ START_SECONDS = 5.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Launch a run, or another program of COMMANDS. Return its exit code: 2 if it cannot be started.
-
-    `atropos ...` accepts the command line of Atropos' example trainer.
-    """
+    """Launch a run, or another program of COMMANDS. Return its exit code: 2 if it cannot be started."""
     arguments = sys.argv[1:] if arguments is None else arguments
     if arguments and arguments[0] in COMMANDS:
         environment = {**os.environ, "PYTHONPATH": program.python_path(os.environ)}
@@ -229,10 +226,7 @@ def banner(launch: program.Launch, command: Sequence[str], servers: ServerPlan |
 
 
 def dry_run(config: "Config", problems: Sequence[str], launch: program.Launch) -> int:
-    """Print a preview of the first prompts, and problems. Returns 2 if there are problems, else 0.
-
-    problems: lines about files and names, found without running user code. The preview is made only without them.
-    """
+    """Print the problems that were found, or else a preview of the first prompts. Returns 2 for problems, else 0."""
     if not problems:
         program.prepare_libraries(launch.log_level)
         from colocated_grpo.assembly.preview import preview
@@ -278,10 +272,7 @@ def _run(launch: program.Launch, command: Sequence[str], redirect: Path | None, 
 
 
 def begin_stop(folder: Path, number: int) -> tuple[bytes, float | None]:
-    """Begin a stop: the ranks save a checkpoint if the run trains, and exit if it is still starting.
-
-    folder: folder of the verdicts. number: of the first stop signal. Returns a `processes.BeginStop`'s result.
-    """
+    """Begin a stop: ranks that train save a checkpoint, others exit. folder: of the verdicts. number: of the signal."""
     cleaned = not (folder / processes.LOCK_FILE).exists()  # by a cleanup of /tmp during a long run
     if cleaned or any(end.training for end in verdict.read_verdicts(folder)):
         return SAVING, None

@@ -22,12 +22,10 @@ from colocated_grpo.trainer import settle_garbage_collector, train
 def main(config: Config, joined: Joined, *, resume: str | None, name: str, output: RunOutput) -> None:
     """Train `config` on this rank, in a process that ends with the run. Collective.
 
-    The caller's signal handlers stay in place until the first step, because there is nothing to save before.
-
     name: first part of a new run folder's name. resume: a run folder, 'auto' (the newest run of this config) or None.
-    output: gets the run's `folder` and its training state; the caller records failures there.
     """
     process = start_rank(config, joined, output)
+    # The caller's signal handlers stay in place until the first step, because there is nothing to save before.
     train_on(process, config, resume=resume, name=name, output=output, on_start=process.stop.listen)
     process.close()
 
@@ -39,10 +37,7 @@ class RankProcess:
     """
 
     def __init__(self, joined: Joined, user_code_seconds: float, setting: str, policy: PolicyConfig) -> None:
-        """user_code_seconds: maximum time that user code may block all threads, from `setting`.
-
-        policy: places the ranks: replicas on nodes, ranks that split a micro-batch.
-        """
+        """user_code_seconds: maximum time that user code may block all threads, from `setting`."""
         try:
             world = distributed.init_world(joined.store, replicate_nodes=policy.replicate == "nodes")
             self.world = distributed.with_context(world, policy.context_parallel)
@@ -67,11 +62,7 @@ class RankProcess:
         self.stop.close()  # last: until here, a stop signal changes nothing
 
     def abandon(self) -> None:
-        """Release as much as possible after a failed run.
-
-        With several ranks, little can be released: the other ranks exit, and this rank cannot leave the process group
-        without them.
-        """
+        """Release what it can after a failed run: with several ranks little, as none can leave the group alone."""
         if self.world.size == 1:
             self.resources.close()
         self._user_code.close()
@@ -90,10 +81,7 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
 
 
 def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
-    """Return the maximum seconds that user code may block a rank, and the responsible setting, for error lines.
-
-    The maximum is the longer of rollout.reward_timeout and, with episodes or agents, rollout.tool_timeout.
-    """
+    """Return the maximum seconds that user code may block a rank, and the responsible setting, for error lines."""
     limits = {"rollout.reward_timeout": rollout.reward_timeout}
     if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
         limits["rollout.tool_timeout"] = rollout.tool_timeout

@@ -35,10 +35,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
-    """Return the settings, like `load_config`, and notes about them. File names are relative to the working folder.
-
-    Overrides are command-line arguments: ["--policy.lr", "2e-6", "--engine.sleep=false"].
-    """
+    """Return the settings and notes about them. overrides: command-line arguments, such as ["--policy.lr", "2e-6"]."""
     path = _shipped(Path(path))
     location = SettingLocation(where="command line", on_command_line=True)
     given = [(key, parse_value(text), replace(location, text=text)) for key, text in parse_overrides(overrides)]
@@ -48,10 +45,9 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig
 def build_config(
     path: str | Path | None, settings: Mapping[KeyPath, object], defaults: Mapping[str, object] = {}
 ) -> LoadedConfig:
-    """Merge the settings of an optional file and of a program. Return the merged settings and notes.
+    """Return the settings of an optional file and of a program, which take precedence, and notes about them.
 
-    The program's settings take precedence. defaults: top-level settings that replace the schema's defaults. A default
-    applies only if neither the file nor the program has this setting.
+    defaults: top-level settings that replace the schema's defaults.
     """
     location = SettingLocation(where="argument", on_command_line=True)
     file = Path() if path is None else _shipped(Path(path))
@@ -85,10 +81,7 @@ def _complete(
     overrides: Sequence[tuple[KeyPath, object, SettingLocation]],
     defaults: Mapping[str, object],
 ) -> LoadedConfig:
-    """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`.
-
-    folder: the config file's folder. Relative file names are also looked up there.
-    """
+    """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`."""
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME

@@ -60,10 +60,7 @@ def masked(value: object, name: str = "") -> object:
 
 
 def masked_arguments(arguments: Sequence[str]) -> list[str]:
-    """Return a command's arguments with secrets masked.
-
-    Understands `--name value`, `--name=value`, and values that are YAML mappings or lists.
-    """
+    """Return a command's arguments with secrets masked, also inside values that are YAML mappings or lists."""
     result, name = [], ""
     for argument in arguments:
         if argument.startswith("--"):
@@ -116,9 +113,6 @@ class SettingLocation:
         return f"{self.where}, as {self.old_name}" if self.old_name else self.where
 
 
-_YAML_CONSTANTS = ((None, "null"), (True, "true"), (False, "false"))
-
-
 def dotted(path: Iterable[str | int]) -> str:
     return ".".join(map(str, path))
 
@@ -130,7 +124,7 @@ def parse_path(name: str) -> KeyPath:
 
 def show(value: object) -> str:
     """Return a value as written in YAML, cut to `MAX_VALUE_CHARACTERS`."""
-    text = next((word for constant, word in _YAML_CONSTANTS if value is constant), repr(value))
+    text = json.dumps(value) if value is None or isinstance(value, bool) else repr(value)
     return shortened(text, MAX_VALUE_CHARACTERS)
 
 

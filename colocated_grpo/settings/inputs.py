@@ -23,10 +23,7 @@ _OF_PROGRAM = "of the program that began the run; continue it there: train(resum
 
 
 def check_inputs(config: Config) -> tuple[Config, list[str]]:
-    """Return the config adapted to its model, and notes. Raises ConfigError for missing files and unsupported models.
-
-    Reads the model's config.json, from the Hub if the model is neither a local folder nor cached.
-    """
+    """Return the config adapted to its model, and notes. Raises ConfigError if an input is missing or unsupported."""
     template = config.model.chat_template
     missing = [
         *_check_sources(config.environments, config.evaluation.sets),
@@ -257,11 +254,7 @@ def missing_adapter_files(lora: training.LoRAConfig | None) -> Iterator[str]:
 
 
 def with_adapter_settings(config: Config) -> Config:
-    """If policy.lora.init is an adapter, return the config with the adapter's settings in policy.lora.
-
-    Raises ConfigError if the adapter is of an unsupported kind, if its base model has another name than model.name, or
-    if the adapter contradicts a setting given by the user.
-    """
+    """Return the config with the settings of the adapter in policy.lora.init. Raises ConfigError if they do not fit."""
     lora = config.policy.lora
     if lora is None or lora.init == DEFAULT_INIT:
         return config

@@ -49,10 +49,8 @@ class Attention:
     """Numbers in the recurrent state of one sequence."""
 
     def cached(self, ranks: int) -> int:
-        """Return the count of numbers per token in the KV cache of each rank of an engine.
-
-        Key-value heads are split over the ranks, at least one per rank. Every rank stores the whole latent vector.
-        """
+        """Return the count of numbers per token in the KV cache of each rank of an engine."""
+        # Key-value heads are split over the ranks. Every rank stores the whole latent vector.
         return self.latent + 2 * max(self.kv_width // ranks, self.head_size)
 
 

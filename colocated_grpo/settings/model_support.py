@@ -226,12 +226,9 @@ def has_latent_attention(config_json: Settings) -> bool:
 
 
 def head_sizes(config_json: Settings) -> set[int]:
-    """Return the sizes of the attention heads of all layers; empty if config.json does not state them.
-
-    In latent attention, query and key heads have one size, and value heads have another size.
-    """
+    """Return the sizes of the attention heads of all layers; empty if config.json does not state them."""
     text = text_part(config_json)
-    if has_latent_attention(config_json):
+    if has_latent_attention(config_json):  # queries and keys have one size, values another
         return {text["qk_nope_head_dim"] + text["qk_rope_head_dim"], text["v_head_dim"]}
     heads, width = attention_heads(text), text.get("hidden_size") or text.get("n_embd")
     size = text.get("head_dim") or (heads and width and width // heads)

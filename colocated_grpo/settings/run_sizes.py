@@ -140,14 +140,11 @@ class RunSizes:
         return (2 if self.place.on_gpu else 4) * sum(_parameters(model) for model in models if model is not None)
 
     def _gathered(self) -> int:
-        """Return the bytes of weights in the compute type beside the masters.
-
-        One rank holds those that are trained. More ranks gather two blocks and the layers outside blocks.
-        """
-        policy, sizes = self.config.policy, self.sizes
-        if self.place.ranks == 1 and not policy.cpu_offload:
+        """Return the bytes of weights in the compute type beside the masters."""
+        if self.place.ranks == 1 and not self.config.policy.cpu_offload:
             return self.compute_bytes * self.trained
-        return self.compute_bytes * (sizes.outside + 2 * max(block.total for block in sizes.blocks))
+        # FSDP2 gathers two blocks, and the layers outside blocks.
+        return self.compute_bytes * (self.sizes.outside + 2 * max(block.total for block in self.sizes.blocks))
 
     def _activations(self) -> int:
         """Return the bytes of a micro-batch: inputs of all blocks, one block's activations, twice a chunk's logits."""

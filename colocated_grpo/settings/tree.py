@@ -106,10 +106,7 @@ def lookup(tree: object, path: KeyPath) -> Any:
 
 
 def assign(tree: SettingsTree, path: KeyPath, value: object) -> None:
-    """Set the value at `path` in place. Creates missing sections, and appends to a list at its next index.
-
-    Raises ConfigError if the path leads through a plain value, or skips list entries.
-    """
+    """Set the value at `path` in place. Creates missing sections, and a list's next entry; else raises ConfigError."""
     node: Any = tree
     for depth, step in enumerate(path):
         section, name = node, dotted(path[:depth])

@@ -114,9 +114,9 @@ def read_command(
     environment: Mapping[str, str],
     visible_gpus: Callable[[Mapping[str, str]], int],
 ) -> tuple[argparse.Namespace, list[str], list[str]]:
-    """Return the launcher's flags, overrides of settings (the user's own last), and lines to print.
+    """Return the launcher's flags, overrides of settings (the user's own last), and lines to print. Raises ConfigError.
 
-    parser: the launcher's parser. Atropos' flags are added to it. Raises ConfigError with one line per problem.
+    parser: the launcher's parser. Atropos' flags are added to it.
     """
     add_flags(parser)
     options, rest = parser.parse_known_args(arguments)

@@ -26,19 +26,17 @@ class Mode:
     """True if the server is started before the trainer. False: the launcher starts the server."""
     adapter: bool = False
     """True if an adapter is trained."""
-    at_interval: bool = True
-    """True if weights reach the server every --vllm-restart-interval steps. False: after every step."""
 
 
 MODES = {
     "none": Mode(bridge="restart"),
-    "shared_vllm": Mode(bridge="shared", server_runs=True, at_interval=False),
+    "shared_vllm": Mode(bridge="shared", server_runs=True),
     "lora_only": Mode(bridge="adapter", server_runs=True, adapter=True),
     "lora_restart": Mode(bridge="restart", adapter=True),
 }
-BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True, at_interval=False)
+BROADCAST_MODE = Mode(bridge="broadcast", server_runs=True)
 """Mode of shared_vllm with --use-shared-memory."""
-UNIFIED = Mode(bridge="shared", at_interval=False)
+UNIFIED = Mode(bridge="shared")
 """Mode of example_trainer.run, which starts its server. Its guide sets SHARED_VARIABLE."""
 
 
@@ -237,7 +235,7 @@ def copies(_value: bool | None, command: Command) -> Meaning:
 
 
 def restart_interval(value: int, command: Command) -> Meaning:
-    if command.mode.at_interval:
+    if command.mode.bridge in ("adapter", "restart"):
         return Meaning(settings={"sync_frequency": value})
     return Meaning(settings={"sync_frequency": 1}, note=f"no effect: {command.mode_name} has weights after each step")
 
