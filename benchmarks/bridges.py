@@ -57,6 +57,7 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
 def _measure_bridge(
     bridge: str, folder: Path, world: World, stop: StopRequest, options: argparse.Namespace
 ) -> JsonObject:
+    from colocated_grpo.assembly.engines import Site
     from colocated_grpo.assembly.serving import build_remote, connect_servers
     from colocated_grpo.policy.model_files import read_model_files
 
@@ -70,9 +71,9 @@ def _measure_bridge(
         servers = connect_servers(config, world, stop)
         server_gib = _used_gib(world.device) - alone
         policy = Policy(config, read_model_config(config.model, folder), folder, world)
-        engines = build_remote(
-            config, servers, policy, read_model_files(config.model, world, config.policy), scratch, world, stop
-        )
+        model = read_model_files(config.model, world, config.policy)
+        site = Site(world=world, stop=stop, note=print, resources=stack)
+        engines = build_remote(config, servers, policy, model, scratch, site)
         first = seconds_of(engines.sync.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
         engines.engine.weights_changed(policy.version)
         repeats = 2 if bridge == "restart" else options.repeats

@@ -2,21 +2,13 @@
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PlainSerializer,
-    PrivateAttr,
-    SerializationInfo,
-    ValidationInfo,
-)
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
+from pydantic_core.core_schema import SerializationInfo, ValidationInfo
 
 from colocated_grpo.types import JsonObject
 
@@ -89,23 +81,27 @@ SAVED = "saved"
 """Context with which settings are written for a later run, which may start in another folder."""
 
 
-def absolute(name: str, info: SerializationInfo) -> str:
+def _absolute(name: str, info: SerializationInfo) -> str:
     """Return the absolute path of a file that exists, for settings to be saved."""
     file, rest = _file_of(name)
     known = name not in (INITIAL, DEFAULT_INIT, TRAIN_DATASET) and os.path.exists(file)
     return os.path.abspath(file) + rest if info.context == SAVED and known else name
 
 
+def file_names(rule: Callable[[str], object]) -> tuple[AfterValidator, PlainSerializer]:
+    """Return annotations of text that names an input file if the rule is true. It may be in the config's folder."""
+    return (
+        AfterValidator(lambda name, info: find_file(name, info) if rule(name) else name),
+        PlainSerializer(lambda name, info: _absolute(name, info) if rule(name) else name),
+    )
+
+
 FileName = Annotated[str, AfterValidator(os.path.expanduser)]
 """Path of a file or folder. A leading ~ is expanded here, because no shell expands the ~ of a YAML file."""
-InputFile = Annotated[str, AfterValidator(find_file), PlainSerializer(absolute)]
-"""Path of an input file. The file may be in the config's folder. Text that does not name a file is unchanged."""
-CodeName = Annotated[
-    str,
-    AfterValidator(lambda name, info: find_file(name, info) if names_code(name) else name),
-    PlainSerializer(lambda name, info: absolute(name, info) if "/" in name or names_code(name) else name),
-]
-"""Name of built-in or installed code, or of user code in a file. The file may be in the config's folder."""
+InputFile = Annotated[str, *file_names(lambda _: True)]
+"""Path of an input file. Text that does not name a file is unchanged."""
+CodeName = Annotated[str, *file_names(names_code)]
+"""Name of built-in or installed code, or of user code in a file."""
 
 SET_BY_THE_RUN = frozenset(
     {

@@ -108,9 +108,8 @@ class EngineConfig(Section):
 
 class ResampleConfig(Section):
     max_rounds: Positive = 3
-    """Maximum number of extra sampling rounds per step. A round replaces the groups that lack reward variance. It
-    samples as many fresh prompts as this requires at the step's own rate of groups with reward variance, but at most
-    rollout.prompts_per_step."""
+    """Maximum extra sampling rounds per step. A round samples as many fresh prompts as it takes, at the step's own
+    rate, to replace the groups without reward variance; at most rollout.prompts_per_step."""
 
 
 class SkipSolvedConfig(Section):
@@ -140,8 +139,7 @@ class RolloutConfig(Section):
     prompts_per_step: Integer = Field(32, ge=1, le=100_000)
     """Number of prompts in one step, over all ranks. A step trains prompts_per_step * group_size completions."""
     group_size: Integer = Field(8, ge=2, le=10_000)
-    """Number of completions sampled for each prompt. At least 2, because the rewards of a prompt's completions are
-    compared with each other."""
+    """Completions of each prompt. At least 2, because their rewards are compared with each other."""
     max_prompt_tokens: Positive = 1024
     """Maximum prompt length in tokens. Longer prompts are dropped, never truncated (metric prompts_dropped). Both
     default lengths are lowered, with a note, where they exceed the positions of the model."""
@@ -151,9 +149,8 @@ class RolloutConfig(Section):
     temperature: Number = Field(1.0, ge=MIN_TEMPERATURE, le=2)
     """Sampling temperature. The trainer divides its logits by it, so that both use the same distribution."""
     top_p: Number = Field(1.0, gt=0, le=1)
-    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all tokens. Below 1, the
-    engine's log-probabilities are renormalised over the kept tokens and no longer match the trainer's
-    log-probabilities."""
+    """Nucleus sampling: keep the most likely tokens up to this total probability; 1 keeps all. Below 1, the engine's
+    log-probabilities are renormalised over the kept tokens and no longer match the trainer's."""
     top_k: Integer = Field(0, ge=0)
     """Sample from the k most likely tokens; 0 keeps all tokens. Changes log-probabilities like top_p."""
     min_p: Number = Field(0.0, ge=0.0, le=1.0)
@@ -167,16 +164,14 @@ class RolloutConfig(Section):
     """End a completion that ends with copies of one pattern of tokens, with finish_reason 'repetition'. It counts as
     truncated. For long completions (docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     max_staleness: Literal[0, 1] = 0
-    """0: generate, then train. 1 (with engine servers only): generate the next step's completions while the current
-    step trains. These completions are sampled with weights that are one step older. The metric `staleness` reports the
-    difference, and loss.correction corrects for it."""
+    """0: generate, then train. 1 (engine servers only): generate the next step's completions while the current step
+    trains, with weights one step older. The metric `staleness` reports this, and loss.correction corrects for it."""
     resample: ResampleConfig | None = None
     """Replace groups without reward variance by groups of fresh prompts in the same step (dynamic sampling). null: off.
     {}: on, with the defaults below."""
     partial: PartialConfig | None = None
-    """End the sampling of a step when rollout.prompts_per_step groups are complete. The tokens of the other groups are
-    kept, and the next step continues them with its weights (partial rollouts, for long completions of uneven length;
-    docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
+    """Partial rollouts: sampling ends when rollout.prompts_per_step groups are complete, and the next step continues
+    the others with its weights (docs/guides/long_rollouts.md). null: off. {}: on, with the defaults below."""
     skip_solved: SkipSolvedConfig | None = None
     """Skip prompts whose groups were solved in their last visits. null: off. {}: on, with the defaults below."""
     generation: Literal["sharded", "replicated"] = "sharded"

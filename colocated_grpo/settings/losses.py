@@ -15,8 +15,7 @@ class AdvantageConfig(Section):
     deviation of all rewards of the step. none: 1 (Dr. GRPO). With delayed game returns use batch or none: group would
     amplify a single return in a group of otherwise equal rewards."""
     leave_one_out: bool = False
-    """Baseline of each completion: the mean reward of the other completions of its group (RLOO). false: the mean of the
-    whole group."""
+    """Baseline: the mean reward of the group's other completions (RLOO). false: the mean of the whole group."""
     eps: Number = Field(1e-4, gt=0)
     """Added to the standard deviation, so that nearly equal rewards do not give huge advantages."""
 
@@ -53,8 +52,7 @@ class KLConfig(Section):
     """Weight of the penalty. 0: no penalty and no reference model, and groups of equal rewards can be skipped
     (batch.drop_constant_groups)."""
     target: Literal["reference", "rollout"] = "reference"
-    """reference: a frozen model, evaluated on every batch. rollout: the policy that sampled the completions; needs no
-    second model."""
+    """reference: a frozen model, evaluated on every batch. rollout: the policy that sampled; needs no second model."""
     model: InputFile | None = None
     """Folder or Hugging Face name of the reference, such as a teacher with the policy's vocabulary
     (docs/guides/distillation.md). null: the model that the run starts from."""

@@ -4,7 +4,7 @@ import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, PlainSerializer, PrivateAttr, model_validator
+from pydantic import BeforeValidator, Field, PrivateAttr, model_validator
 
 from colocated_grpo.settings import base
 from colocated_grpo.settings.atropos import AtroposSourceConfig
@@ -38,9 +38,8 @@ class TurnsSourceConfig(base.Section):
     args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
-    """Completion that is played in each turn. first and random follow the policy. best: the completion with the highest
-    reward, and on a tie the first such completion. With best, games are played better than the policy plays, which
-    biases returns from the end of a game."""
+    """Completion that is played in each turn. first and random follow the policy. best: the one with the highest
+    reward; games are then played better than the policy plays, which biases returns from the end of a game."""
     max_wait: base.Positive = 64
     """Maximum steps that a turn waits for its game to end, if its reward includes the game's result. After that, the
     turn is trained with its immediate reward (metric turns_overdue). Longer waits make rollouts staler."""
@@ -53,9 +52,8 @@ class TurnsSourceConfig(base.Section):
     """Constrain sampling to legal completions with a grammar. false: the policy learns the format from rewards. Needs
     loss.old_logprobs: trainer; such requests decode more slowly."""
     opponent: OpponentConfig | None = None
-    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]). The opponent's turns
-    are sampled once and not trained. The opponent's weights are kept in host memory and swapped into the engine. All
-    entries that set an opponent must set the same opponent."""
+    """Frozen model for the seats that the game assigns to it (town: players: [policy, frozen]), the same in all
+    entries. Its turns are sampled once and not trained. Its weights are in host memory and swapped into the engine."""
     weight: base.Number = Field(1.0, gt=0)
     """Relative share of the prompts: an entry of weight 3 beside one of weight 1 supplies three quarters."""
 
@@ -67,16 +65,8 @@ entry's held-out rows. eval_datasets[NAME]: the rows of evaluation set NAME."""
 
 DATA_SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 """Suffixes of dataset files. The readers are in `environments.rows.readers`, a layer above settings."""
-SplitOrFile = Annotated[
-    str,
-    AfterValidator(lambda name, info: base.find_file(name, info) if name.lower().endswith(DATA_SUFFIXES) else name),
-    PlainSerializer(lambda name, info: base.absolute(name, info) if name.lower().endswith(DATA_SUFFIXES) else name),
-]
-Program = Annotated[
-    str,
-    AfterValidator(lambda name, info: name if shutil.which(name) else base.find_file(name, info)),
-    PlainSerializer(lambda name, info: name if shutil.which(name) else base.absolute(name, info)),
-]
+SplitOrFile = Annotated[str, *base.file_names(lambda name: name.lower().endswith(DATA_SUFFIXES))]
+Program = Annotated[str, *base.file_names(lambda name: not shutil.which(name))]
 """Name of a command in PATH, of a file, or of a function."""
 
 
@@ -124,9 +114,7 @@ def names_model(reward: str) -> bool:
 class RewardConfig(base.NamedObject):
     """One reward function of a dataset. Functions have TRL's signature: docs/guides/from_trl.md."""
 
-    name: Annotated[
-        base.CodeName, AfterValidator(lambda name, info: base.find_file(name, info) if names_model(name) else name)
-    ]
+    name: Annotated[str, *base.file_names(lambda name: base.names_code(name) or names_model(name))]
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'. With a slash and no colon, the Hugging Face name or the folder of a reward model:
     'organization/name' or './folder' (docs/guides/rewards.md)."""
@@ -194,8 +182,7 @@ class RowsSourceConfig(base.NamedObject):
     columns: dict[str, str] = {}
     """Columns to rename before they are passed to rewards. Example: {answer: solution}."""
     system_prompt: str | None = None
-    """System message added to each prompt that has no system message. A text prompt then becomes a chat message.
-    Rewards also receive it as a chat message."""
+    """System message added to each prompt without one. A text prompt then becomes a chat message, also for rewards."""
     shuffle: bool = True
     """Read the rows of each pass in a random order, from `seed`. false: in their order, such as from easy to hard."""
     filter: base.CodeName | None = None

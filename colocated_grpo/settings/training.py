@@ -159,9 +159,8 @@ class PolicyConfig(Section):
     """Compile each transformer block with torch.compile. auto: on CUDA. Set false for very small models, where
     compiling costs more time than it saves."""
     cpu_offload: bool = False
-    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload). With AdamW this takes
-    about 16 bytes per parameter over all ranks. Slower; for models that do not fit on the device beside their
-    engine."""
+    """Keep master weights, gradients and optimizer state in host memory (FSDP2 CPU offload), with AdamW about 16 bytes
+    per parameter over all ranks. Slower; for models that do not fit on the device beside their engine."""
     offload_optimizer: bool = False
     """Move optimizer state from the GPU to host memory while the engine generates, and back. Leaves more room for the
     KV cache; costs two copies of the state per step."""
