@@ -21,7 +21,7 @@ MEANINGS = {
     "staleness": "optimizer steps between the weights that sampled and the weights being trained",
     "loss": "the minimized objective; close to 0 because advantages cancel within a group, and no measure of progress",
     "loss/load_balancing": (
-        "load-balancing loss without its coefficient: the experts per token if all are used equally, else higher"
+        "load-balancing loss without its coefficient; the experts per token if all are used equally, else higher"
     ),
     "kl": "KL estimate (k3) to the reference, or to the rollout policy with loss.kl.target: rollout",
     "ratio": "mean importance ratio, policy over the policy before this batch; 1 with one optimizer step per batch",

@@ -68,7 +68,7 @@ def whole(data, tmp_path_factory) -> TrainingRun:
 
 
 def test_the_policy_reads_what_the_settings_say(whole, data):
-    graded = str(data / "graded.jsonl")
+    graded = "graded.jsonl"
     rollouts = files.read_rollouts(whole.folder)
     assert Counter(row["source"] == graded for row in rollouts) == {True: STEPS * 4 * 2, False: STEPS * 2 * 2}
     for row in rollouts:
