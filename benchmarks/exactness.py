@@ -49,8 +49,8 @@ OPERATORS = (
     "mlp.down_proj",
     "post_feedforward_layernorm",
 )
-"""Names of the engine's modules in a layer, in the order of the forward pass. rotation: the
-queries that attn reads, after the norms of heads."""
+"""Names of the engine's modules in a layer, in the order of the forward pass. rotation: the queries that attn reads,
+after the norms of heads."""
 PARTS = {
     "self_attn.q_proj": "self_attn.qkv_proj",
     "self_attn.k_proj": "self_attn.qkv_proj",

@@ -44,7 +44,7 @@ def names_code(name: str) -> bool:
     return name.rpartition(":")[0].endswith(".py")
 
 
-def find_file(name: str, info: ValidationInfo) -> str:
+def _find_file(name: str, info: ValidationInfo) -> str:
     """Return the path of a file: `name` itself, or its path in the config's folder if the file exists only there."""
     if not name:
         raise ValueError("must not be empty")
@@ -91,7 +91,7 @@ def _absolute(name: str, info: SerializationInfo) -> str:
 def file_names(rule: Callable[[str], object]) -> tuple[AfterValidator, PlainSerializer]:
     """Return annotations of text that names an input file if the rule is true. It may be in the config's folder."""
     return (
-        AfterValidator(lambda name, info: find_file(name, info) if rule(name) else name),
+        AfterValidator(lambda name, info: _find_file(name, info) if rule(name) else name),
         PlainSerializer(lambda name, info: _absolute(name, info) if rule(name) else name),
     )
 
