@@ -7,24 +7,17 @@ Shapes: T queries, E keys, N runs of consecutive queries, L queries of the longe
 keys, H query heads, K key-value heads, D head size, V head size of values.
 """
 
-import inspect
 import logging
 from collections.abc import Callable
 from functools import cache, partial
-from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from colocated_grpo.errors import in_one_line
 from colocated_grpo.policy import flash_attention
-from colocated_grpo.policy.flash_attention import Runs
-
-# torch 2.11 always broadcasts key-value heads and has no enable_gqa argument; later releases require it.
-_takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters
-_varlen = cast(Callable[..., Tensor], partial(varlen_attn, enable_gqa=True) if _takes_gqa else varlen_attn)
+from colocated_grpo.policy.flash_attention import FA4_HEAD_SIZES, NEVER, Runs
 
 MIN_RUN_FOR_FA4 = 192
 """Smallest mean number of queries per run for FlashAttention 4. It processes tiles of 128 queries, full or not, and is
@@ -40,15 +33,28 @@ Attend = Callable[[Tensor, Tensor, Tensor, Runs, float | None, int | None], Tens
 
 
 def attend_varlen(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    runs: Runs,
+    scaling: float | None,
+    window: int | None,
+    *,
+    min_run: int = NEVER,
 ) -> Tensor:
-    """Attend with torch's FlashAttention 2, or over padded runs if it has no kernel for the head size."""
+    """Attend with FlashAttention 2, or over padded runs if it has no kernel for the head size.
+
+    min_run: smallest mean number of queries per run for FlashAttention 4, where it supports the layer and `has_fa4`.
+    """
     if query.shape[-1] > MAX_VARLEN_HEAD:
         return attend_padded(query, key, value, runs, scaling, window)
     size = value.shape[-1]
+    if window is not None or size < query.shape[-1] or size not in FA4_HEAD_SIZES:
+        min_run = NEVER
     if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
-    return _varlen(query, key, value, *runs, scale=scaling, window_size=(_left(window), 0))[..., :size]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return flash_attention.packed_flash(query, key, value, *runs, scale, _left(window), min_run)[0][..., :size]
 
 
 def attend_with_sinks(
@@ -68,28 +74,7 @@ def _left(window: int | None) -> int:
     return -1 if window is None else window - 1
 
 
-def attend_fa4(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    runs: Runs,
-    scaling: float | None,
-    window: int | None,
-    *,
-    min_run: int = MIN_RUN_FOR_FA4,
-) -> Tensor:
-    """Attend with FlashAttention 4 where it supports the layer and is faster, else with FlashAttention 2.
-
-    Requires `has_fa4` for the model's heads. min_run: smallest mean number of queries per run for FlashAttention 4.
-    """
-    if (
-        window is not None
-        or query.shape[-1] != value.shape[-1]
-        or query.shape[-1] not in flash_attention.FA4_HEAD_SIZES
-    ):
-        return attend_varlen(query, key, value, runs, scaling, window)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return flash_attention.fa4_attention(query, key, value, *runs, scale, min_run)[0]
+attend_fa4 = partial(attend_varlen, min_run=MIN_RUN_FOR_FA4)
 
 
 @cache

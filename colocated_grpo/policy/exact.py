@@ -1,6 +1,6 @@
 """Operators of `numerics: exact`: the policy's forward pass computes the bits that the engine computed while decoding.
 
-Both call the kernels of `runtime/row_kernels.py`, `norm_kernels.py` and `logit_kernels.py`, and vLLM's own attention.
+Both call the kernels of `runtime/row_kernels.py`, `row_attention.py`, `norm_kernels.py` and `logit_kernels.py`.
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
 Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
 
@@ -23,13 +23,12 @@ from transformers import PretrainedConfig
 
 from colocated_grpo.policy.attention import packed_attention
 from colocated_grpo.policy.attention_kernels import MIN_RUN_FOR_FA4, Runs, attend_padded, has_fa4
-from colocated_grpo.policy.flash_attention import fa2_backward, fa4_backward
+from colocated_grpo.policy.flash_attention import NEVER, deterministic_kernels, flash_backward
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.model import PackedLM
+from colocated_grpo.policy.routing import RouterOutput, softmax_weights
 from colocated_grpo.runtime import rows
 
-PAGE = 16
-"""Keys of a page in windowed layers."""
 Rotary = tuple[Tensor, Tensor, Tensor]
 """Positions [T], the table of cosines and sines, and that of the inverse rotation, both [positions, D]."""
 
@@ -48,6 +47,10 @@ def use_exact_operators(model: PackedLM) -> None:
             module.forward = partial(_linear, module)
         elif kind.endswith("RMSNorm"):
             module.forward = partial(_norm, module, offset)
+        elif kind.endswith("TopKRouter"):
+            module.forward = partial(_route, module)
+        elif kind.endswith("Experts"):
+            module.forward = partial(_mix, module, module.forward)
         elif kind.endswith("MLP"):
             module.forward = partial(_mlp, module, gelu)
         elif kind.endswith("RotaryEmbedding"):
@@ -155,6 +158,43 @@ def plain_gated(gate: Tensor, up: Tensor, *, gelu: bool) -> Tensor:
     return (activated * up.to(exact)).to(gate.dtype)
 
 
+def _route(router: Any, hidden_TH: Tensor) -> RouterOutput:
+    logits_TE = _Linear.apply(hidden_TH, router.weight, None)
+    weights_TK, experts_TK = _kernels().choose_experts(logits_TE, router.top_k, normalised=router.norm_topk_prob)
+    experts_TK = experts_TK.long()
+    plain = partial(softmax_weights, router, experts_TK=experts_TK)
+    return logits_TE, _ByKernel.apply(lambda _: weights_TK, plain, logits_TE), experts_TK
+
+
+def _mix(module: Any, plain: Callable[..., Tensor], x_TH: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    return _Mixture.apply(module, plain, experts_TK, x_TH, weights_TK, module.gate_up_proj, module.down_proj)
+
+
+class _Mixture(torch.autograd.Function):
+    """Computes with the engine's kernels. The backward pass computes the outputs again, as transformers does."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, module: Any, plain: Callable[..., Tensor], experts_TK: Tensor, x_TH: Tensor, weights_TK: Tensor,
+        gate_up_EOH: Tensor, down_EHI: Tensor,
+    ) -> Tensor:  # fmt: skip
+        ctx.save_for_backward(experts_TK, x_TH, weights_TK)
+        ctx.module, ctx.plain = module, plain
+        return _kernels().mix_experts(x_TH, weights_TK, experts_TK.int(), gate_up_EOH, down_EHI)
+
+    @staticmethod
+    # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        experts_TK, *saved = ctx.saved_tensors
+        needed = ctx.needs_input_grad[3:]
+        with torch.enable_grad():
+            x_TH, weights_TK = (tensor.detach().requires_grad_() for tensor in saved)
+            out = ctx.plain(x_TH, experts_TK, weights_TK.to(x_TH.dtype))
+        inputs = x_TH, weights_TK, ctx.module.gate_up_proj, ctx.module.down_proj
+        found = iter(torch.autograd.grad(out, [each for each, need in zip(inputs, needed, strict=True) if need], grad))
+        return None, None, None, *(next(found) if need else None for need in needed)
+
+
 class RotaryTables:
     """Replaces the rotary module's forward: returns positions, and the engine's table of cosines and sines.
 
@@ -228,11 +268,14 @@ def _attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Replaces the forward of transformers' attention modules; the arguments are theirs."""
-    query, key, value = (
-        project(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
+    query, key, value = (project(hidden_states) for project in (module.q_proj, module.k_proj, module.v_proj))
+    norms_heads = False
     if hasattr(module, "q_norm"):
+        norms_heads = len(module.q_norm.weight) == module.head_dim
+        if not norms_heads:  # OLMoE
+            query, key = module.q_norm(query), module.k_norm(key)
+    query, key, value = (each.squeeze(0).unflatten(-1, (-1, module.head_dim)) for each in (query, key, value))
+    if norms_heads:
         query, key = module.q_norm(query, position_embeddings), module.k_norm(key, position_embeddings)
     else:
         query, key = (_rotated(heads, position_embeddings) for heads in (query, key))
@@ -244,8 +287,7 @@ def _attention(
 
 
 def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None) -> Tensor:
-    """Attend with the engine's kernel. On GPUs this is FlashAttention 3, whose order of summation is the same with and
-    without pages for heads of 64, 128 and 256."""
+    """Attend with the engine's kernel."""
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if not query.is_cuda:
         kernel = partial(rows.attend_packed, cu_q=runs.cu_q, cu_k=runs.cu_k, scale=scale, window=window)
@@ -255,52 +297,23 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: floa
     return _Attention.apply(query, key, value, runs, scale, -1 if window is None else window - 1)
 
 
-def _single_queries(key: Tensor, value: Tensor, runs: Runs, queries: int) -> dict[str, Tensor]:
-    """Return arguments of `flash_attn_varlen_func` for queries that are a run of their own each; keys are in pages."""
-    slot_E, table_NB, pages = rows.page_slots(runs.cu_k, len(key), runs.longest_k, PAGE)
-    key, value = (
-        x.new_zeros(pages * PAGE, *x.shape[1:]).index_copy_(0, slot_E, x).unflatten(0, (pages, PAGE))
-        for x in (key, value)
-    )
-    singles = rows.single_queries(runs.cu_q, runs.cu_k.diff(), table_NB, queries)
-    return {"k": key, "v": value, **dict(zip(rows.SEQUENCES, singles, strict=True))}
-
-
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, runs: Runs, scale: float, left: int) -> Tensor:
-        from vllm.vllm_flash_attn import flash_attn_varlen_func
+        from colocated_grpo.runtime.row_attention import attend_packed  # CPU builds of torch may lack Triton
 
-        if rows.exceeds(runs.longest_k, left):
-            sequences = _single_queries(key, value, runs, len(query))
-        else:
-            sequences = {"k": key, "v": value, "cu_seqlens_q": runs.cu_q, "cu_seqlens_k": runs.cu_k}
-        out, logsumexp = flash_attn_varlen_func(
-            query,
-            **sequences,
-            softmax_scale=scale,
-            causal=True,
-            window_size=[-1, -1] if left < 0 else [left, 0],
-            return_softmax_lse=True,
-            fa_version=3,
-            **rows.fixed_tiles(runs.longest_q, runs.longest_k, left, query.shape[-1]),
-        )
+        out, logsumexp = attend_packed(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, scale, left)
         ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
-        ctx.settings = runs.longest_q, runs.longest_k, scale, left
         heads = query.shape[1], key.shape[1], query.shape[2]
-        ctx.uses_fa4 = left < 0 and runs.longest_q >= MIN_RUN_FOR_FA4 and has_fa4(*heads, query.dtype, query.device)
+        has_kernel = left < 0 and runs.longest_q >= MIN_RUN_FOR_FA4 and has_fa4(*heads, query.dtype, query.device)
+        ctx.settings = runs.longest_q, runs.longest_k, scale, left, MIN_RUN_FOR_FA4 if has_kernel else NEVER
         return out
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, out, logsumexp, *runs = ctx.saved_tensors
-        *longest, scale, left = ctx.settings
-        tensors = grad.contiguous(), query, key, value, out, logsumexp
-        if ctx.uses_fa4:
-            gradients = fa4_backward(*tensors, *runs, *longest, scale, MIN_RUN_FOR_FA4)
-        else:
-            gradients = fa2_backward(*tensors, Runs(*runs, *longest), scale, left)
+        with deterministic_kernels(True):
+            gradients = flash_backward(grad.contiguous(), *ctx.saved_tensors, *ctx.settings)
         return *gradients, None, None, None
 
 

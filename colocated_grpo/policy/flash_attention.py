@@ -1,6 +1,7 @@
-"""FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2, 2 with sinks, and 4.
+"""FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2 or 4, and 2 with sinks.
 
 FlashAttention 2 is torch's. `fa2_forward` and `fa2_backward` have no autograd, for operators that build on them.
+torch's own operator is not used: its backward pass ignores deterministic algorithms that only warn.
 
 A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
 so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
@@ -20,7 +21,8 @@ last query of a run is at the position of the run's last key.
 
 import os
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -64,9 +66,24 @@ def fa2_backward(
     # Required arguments of dropout, which is off.
     random_state, unused = query.new_zeros(2, dtype=torch.uint64), query.new_empty(0)
     settings = _fa2_settings(scale, left)
-    return torch.ops.aten._flash_attention_backward(
-        grad, query, key, value, out, logsumexp, *runs, 0.0, left == -1, random_state, unused, **settings
-    )
+    with deterministic_kernels(torch.are_deterministic_algorithms_enabled()):
+        return torch.ops.aten._flash_attention_backward(
+            grad, query, key, value, out, logsumexp, *runs, 0.0, left == -1, random_state, unused, **settings
+        )
+
+
+@contextmanager
+def deterministic_kernels(enabled: bool) -> Iterator[None]:
+    """Let torch's operators use one order of summation, or any. FlashAttention 2 obeys only if others would raise."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = torch.utils.deterministic.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(enabled)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # kernels write all of their outputs
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.utils.deterministic.fill_uninitialized_memory = filled
 
 
 def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:
@@ -152,6 +169,8 @@ fa2_with_sinks.register_autograd(_backward_with_sinks, setup_context=_save_with_
 
 HOPPER = (9, 0)
 FA4_HEAD_SIZES = (64, 128)
+NEVER = 2**31 - 1
+"""As `min_run`: FlashAttention 2 for runs of any length."""
 
 
 @cache
@@ -184,8 +203,8 @@ def _export_whole(cache: Any, key: Any, kernel: Any) -> None:
     written.unlink(missing_ok=True)
 
 
-@torch.library.custom_op("colocated_grpo::packed_fa4", mutates_args=())
-def fa4_attention(
+@torch.library.custom_op("colocated_grpo::packed_flash", mutates_args=())
+def packed_flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -194,14 +213,15 @@ def fa4_attention(
     longest_q: int,
     longest_k: int,
     scale: float,
+    left: int,
     min_run: int,
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T], which have no gradient.
 
-    min_run: smallest mean number of queries per run for FlashAttention 4.
+    min_run: smallest mean number of queries per run for FlashAttention 4, which has no windows; or `NEVER`.
     """
     if _are_short(query, cu_q, min_run):
-        out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, -1)
+        out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
         return out.contiguous(), logsumexp
     out, logsumexp, *_ = kernels()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
@@ -209,14 +229,14 @@ def fa4_attention(
     return out, logsumexp
 
 
-@fa4_attention.register_fake
-def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, min_run):
+@packed_flash.register_fake
+def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left, min_run):
     tokens, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
 
 
-@torch.library.custom_op("colocated_grpo::packed_fa4_backward", mutates_args=())
-def fa4_backward(
+@torch.library.custom_op("colocated_grpo::packed_flash_backward", mutates_args=())
+def flash_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -228,12 +248,13 @@ def fa4_backward(
     longest_q: int,
     longest_k: int,
     scale: float,
+    left: int,
     min_run: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `fa4_attention`."""
+    """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `packed_flash`."""
     if _are_short(query, cu_q, min_run):
         runs = Runs(cu_q, cu_k, longest_q, longest_k)
-        dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, -1)
+        dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
     return kernels()._flash_attn_bwd(
         *(query, key, value, out, grad, logsumexp),
@@ -246,8 +267,8 @@ def fa4_backward(
     )
 
 
-@fa4_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, min_run):
+@flash_backward.register_fake
+def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left, min_run):
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
@@ -266,13 +287,13 @@ def _fa4_settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, sc
     }
 
 
-def _save_for_fa4(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save_for_flash(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
     query, key, value, cu_q, cu_k, *ctx.sizes = inputs
     ctx.save_for_backward(query, key, value, *output, cu_q, cu_k)
 
 
-def _backward_of_fa4(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *fa4_backward(grad, *ctx.saved_tensors, *ctx.sizes), None, None, None, None, None, None
+def _backward_of_flash(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    return *flash_backward(grad, *ctx.saved_tensors, *ctx.sizes), *[None] * 7
 
 
-fa4_attention.register_autograd(_backward_of_fa4, setup_context=_save_for_fa4)
+packed_flash.register_autograd(_backward_of_flash, setup_context=_save_for_flash)

@@ -1,11 +1,11 @@
-"""Triton kernels of rows: matrix product and gated activation, and sums of the gradients of shared keys.
+"""Triton kernels of rows: matrix product, gated activation and choice of experts; sums of the gradients of shared keys.
 
-With `numerics: exact` on GPUs, engine and policy call the first two and those of `norm_kernels.py`. The result of a row
+With `numerics: exact` on GPUs, engine and policy call the first three and those of `norm_kernels.py`. The result of a row
 then has the same bits in a decode step of one token and in a training batch of many thousand: each row is reduced in an
 order that only the number of its columns decides. Launch settings that change this order must therefore never depend on
 the number of rows.
 
-Shapes: T rows, I input features, O output features, H hidden size, V vocabulary.
+Shapes: T rows, I input features, O output features, H hidden size, V vocabulary, E experts, K experts of a row.
 """
 
 from functools import cache, partial
@@ -209,6 +209,59 @@ def _gated(gate, up, out, width, stride, GELU: tl.constexpr, BLOCK: tl.constexpr
     # (1 + tanh(z)) / 2 is the sigmoid of 2z.
     z = 1.5957691216057308 * (g + 0.044715 * g * g * g) if GELU else g
     tl.store(out + row * width + column, (g / (1.0 + tl.exp(-z)) * u).to(out.dtype.element_ty), mask=real)
+
+
+def choose_experts(logits_TE: Tensor, chosen: int, *, normalised: bool) -> tuple[Tensor, Tensor]:
+    """Return the K largest probabilities of each row, [T, K] float32, and their experts, int32.
+
+    chosen: K. normalised: divide the probabilities by their sum. Of equal logits, the first are chosen.
+    """
+    rows, experts = logits_TE.shape
+    weights_TK = torch.empty(rows, chosen, device=logits_TE.device)
+    experts_TK = torch.empty(rows, chosen, dtype=torch.int32, device=logits_TE.device)
+    if rows:
+        _choose_experts[(rows,)](
+            logits_TE, weights_TK, experts_TK, logits_TE.stride(0), EXPERTS=experts, CHOSEN=chosen,
+            WIDTH=triton.next_power_of_2(experts), SLOTS=triton.next_power_of_2(chosen), NORMALISED=normalised,
+            num_warps=1,
+        )  # fmt: skip
+    return weights_TK, experts_TK
+
+
+@jit
+def _choose_experts(
+    logits, weights, experts, stride,
+    EXPERTS: tl.constexpr, CHOSEN: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, NORMALISED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert, slot = tl.arange(0, WIDTH), tl.arange(0, SLOTS)
+    logit = tl.load(logits + row * stride + expert, mask=expert < EXPERTS, other=float("-inf")).to(tl.float32)
+    left = tl.exp(logit - tl.max(logit, 0))
+    left = left / tl.sum(left, 0)
+    left = tl.where(expert < EXPERTS, left, -1.0)
+    found, places = tl.zeros([SLOTS], tl.float32), tl.zeros([SLOTS], tl.int32)
+    for each in range(CHOSEN):
+        largest = tl.max(left, 0)
+        place = tl.min(tl.where(left == largest, expert, WIDTH), 0)
+        found, places = tl.where(slot == each, largest, found), tl.where(slot == each, place, places)
+        left = tl.where(expert == place, -1.0, left)
+    if NORMALISED:
+        found = found / tl.sum(found, 0)
+    at = row * CHOSEN + slot
+    tl.store(weights + at, found, mask=slot < CHOSEN)
+    tl.store(experts + at, places, mask=slot < CHOSEN)
+
+
+def mix_experts(
+    x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EOH: Tensor, down_EHI: Tensor
+) -> Tensor:
+    """Return the weighted sum of the outputs of each row's experts, gated MLPs with SiLU, by vLLM's Triton kernels.
+
+    All tiles of these kernels add in the same order, like those of `matmul`. experts_TK: int32.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    return fused_experts(x_TH, gate_up_EOH, down_EHI, weights_TK, experts_TK)
 
 
 def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:

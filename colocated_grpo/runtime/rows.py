@@ -1,8 +1,8 @@
 """Operators whose rows do not depend on each other, for `numerics: exact`: matrix product and attention on CPUs in
-float32, and arguments with which FlashAttention 3 is one.
+float32.
 
 With the same operators, engine and policy compute the same bits. Other operators of the CPU already compute each row
-by itself; those of GPUs are in `row_kernels.py`.
+by itself; those of GPUs are in `row_kernels.py`, `norm_kernels.py` and `row_attention.py`.
 
 Shapes: T tokens, I input features, O output features, E keys, N runs, B pages of a run, H query heads, K key-value
 heads, D head size.
@@ -19,8 +19,6 @@ ROWS = 16
 """Rows of one matrix product: torch picks the kernel by their number."""
 BLOCK = 64
 """Keys in a block of the cache. Any multiple of 32 gives the same bits."""
-SEQUENCES = ("cu_seqlens_q", "seqused_k", "block_table")
-"""Names of what `single_queries` takes and returns in vLLM's `flash_attn_varlen_func`."""
 
 
 def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor:
@@ -29,27 +27,6 @@ def linear(x: Tensor, weight_OI: Tensor, bias_O: Tensor | None = None) -> Tensor
     padded = F.pad(x_TI, (0, 0, 0, -len(x_TI) % ROWS))
     out_TO = torch.cat([F.linear(rows, weight_OI, bias_O) for rows in padded.split(ROWS)])
     return out_TO[: len(x_TI)].view(*x.shape[:-1], len(weight_OI))
-
-
-def fixed_tiles(longest_q: int, longest_k: int, left: int, size: int) -> dict[str, int]:
-    """Return arguments of `flash_attn_varlen_func` with which FlashAttention 3 sums over keys in the same order always.
-
-    longest_q, longest_k: most queries and keys of a sequence. left: earlier keys in the sliding window, -1 for all.
-    size: of a head. If queries times query heads per key-value head are at most 64, the kernel takes smaller tiles.
-    They have as many keys as the others only for heads of 128 without a window, and not for a single query, whose keys
-    are not masked. The kernel also ignores a window that no sequence exceeds, and then takes other tiles.
-    """
-    least_q = 2 if size == 128 and left < 0 else 65
-    return {"max_seqlen_q": max(longest_q, least_q), "max_seqlen_k": max(longest_k, left + 2), "num_splits": 1}
-
-
-def exceeds(longest_k: int, left: int) -> bool:
-    """Return True if a sequence of so many keys is longer than the window. Then `single_queries` is needed.
-
-    FlashAttention 3 begins the tiles of keys where the window of a tile's first query begins, so the order of summation
-    would depend on the queries before.
-    """
-    return 0 <= left < longest_k - 1
 
 
 def single_queries(cu_q: Tensor, keys_N: Tensor, table_NB: Tensor, queries: int) -> tuple[Tensor, Tensor, Tensor]:

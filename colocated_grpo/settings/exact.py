@@ -9,14 +9,15 @@ from colocated_grpo.settings.model_support import head_sizes
 from colocated_grpo.settings.schema import EngineConfig, PolicyConfig, RolloutConfig
 from colocated_grpo.types import JsonObject
 
-EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3"))
-"""Model types that `numerics: exact` supports."""
+MIXTURES = frozenset(("olmoe", "qwen3_moe"))
+EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3")) | MIXTURES
+"""Model types that `numerics: exact` supports, of which mixtures on GPUs only."""
 HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 
 def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
     """Yield a line for each setting with which engine and policy compute different log-probabilities."""
-    unset = ("quantization", "kv_cache_dtype", "compilation_config")
+    unset = ("quantization", "kv_cache_dtype", "compilation_config", "moe_backend")
     needed = {
         "engine.placement": (engine.placement, "colocated"),
         "engine.tensor_parallel_size": (engine.tensor_parallel_size, 1),
@@ -25,6 +26,7 @@ def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig,
         "engine.args.use_fp64_gumbel": (engine.args.get("use_fp64_gumbel") or None, None),
         "policy.compile": (policy.compile or "auto", "auto"),
         "policy.context_parallel": (policy.context_parallel, 1),
+        "policy.routing_replay": (policy.routing_replay, False),
         "rollout.partial": (None if rollout.partial is None else "...", None),
         **{f"rollout.{name}": (getattr(rollout, name), getattr(RolloutConfig(), name)) for name in RESHAPING},
     }
@@ -39,14 +41,17 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
     """Raise ConfigError with one line if `numerics: exact` does not support the device, the type or the model."""
     text, setting = text_part(config_json), "numerics=exact"
     if not (on_cpu or on_hopper):
-        raise ConfigError(f"{setting}: needs a Hopper GPU (H100, H200), for FlashAttention 3; set it to fast")
+        rule = "was tested on Hopper GPUs (H100, H200); tensor cores of others may add in another order"
+        raise ConfigError(f"{setting}: {rule}; set it to fast")
     if on_hopper and float32:
-        raise ConfigError(f"{setting}: FlashAttention 3 has no float32; set policy.compute_dtype: bfloat16")
+        raise ConfigError(f"{setting}: needs 16 bit on GPUs; set policy.compute_dtype: bfloat16")
     if on_cpu and not float32:
         rule = "16-bit norms of vLLM's engine for CPUs round differently from the policy's"
         raise ConfigError(f"{setting}: {rule}; set policy.compute_dtype: float32")
     if (kind := text.get("model_type")) not in EXACT_TYPES:
         raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
+    if on_cpu and kind in MIXTURES:
+        raise ConfigError(f"{setting}: vLLM's engine for CPUs packs experts together; set it to fast")
     if not head_sizes(config_json) <= HEADS:
         raise ConfigError(f"{setting}: heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy import exact
 from colocated_grpo.policy.attention_kernels import Runs
 from colocated_grpo.rollout.vllm.row_operators import make_attention
+from colocated_grpo.runtime import rows
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.norm_kernels import normalize
+from colocated_grpo.runtime.row_attention import PART
 from colocated_grpo.runtime.row_kernels import matmul
 from colocated_grpo.settings.exact import EXACT_TYPES
 from colocated_grpo.tracking import files
@@ -38,9 +41,9 @@ EXACT = {"numerics": "exact", "policy": {"compile": "auto"}, "engine": {"enforce
 ROLLOUT = {"prompts_per_step": 8, "group_size": 6, "max_prompt_tokens": 24, "max_completion_tokens": 40}
 
 
-def assert_exact(rows: list[Row], steps: int) -> None:
-    assert [row["step"] for row in rows] == list(range(steps))
-    assert [row["mismatch/max"] for row in rows] == [0.0] * steps
+def assert_exact(steps: list[Row], count: int) -> None:
+    assert [row["step"] for row in steps] == list(range(count))
+    assert [row["mismatch/max"] for row in steps] == [0.0] * count
 
 
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
@@ -192,10 +195,10 @@ def test_heads_are_normalised_and_rotated_with_the_bits_of_the_engine(heads, kv_
     assert torch.equal(torch.cat([trained[1], parts[2]], -1), cached)
 
 
-@pytest.mark.parametrize("window", [3, 100, 1000])
+@pytest.mark.parametrize("window", [3, 100, None])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 256), (8, 2, 128), (9, 3, 64)])
 def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(heads, kv_heads, size, window):
-    lengths = [1, 40, 129, 300]
+    lengths = [1, 40, 129, 2 * PART + 70]
     generator = torch.Generator("cuda").manual_seed(0)
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0, dtype=torch.int32)
     query, key, value = (
@@ -203,37 +206,44 @@ def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(h
         for count in (heads, kv_heads, kv_heads)
     )
     packed = exact._attend(query, key, value, Runs(ends, ends, max(lengths), max(lengths)), None, window)
-    paged = exact._single_queries(key, value, Runs(ends, ends, 1, max(lengths)), sum(lengths))
-    pages, table = (paged["k"], paged["v"]), paged["block_table"][(ends[1:] - 1).long()]
+    slots, table, pages = rows.page_slots(ends, len(key), max(lengths), 16)
+    cache = [
+        each.new_zeros(pages * 16, *each.shape[1:]).index_copy_(0, slots, each).unflatten(0, (pages, 16))
+        for each in (key, value)
+    ]
     for run, length in enumerate(lengths):
-        rows = slice(int(ends[run]), int(ends[run + 1]))
-        decoded = by_steps(query[rows], pages, table[run : run + 1].contiguous(), min(33, length), window)
-        assert torch.equal(decoded, packed[rows])
+        own = slice(int(ends[run]), int(ends[run + 1]))
+        decoded = by_steps(query[own], cache, table[run : run + 1], sorted({0, min(33, length), min(50, length)}), window)
+        assert torch.equal(decoded, packed[own])
+    assert torch.equal(decoded, by_steps(query[own], cache, table[run : run + 1], [0, length], window))
 
 
 def by_steps(
-    query: torch.Tensor, pages: Sequence[torch.Tensor], table: torch.Tensor, prompt: int, window: int
+    query: torch.Tensor, cache: Sequence[torch.Tensor], table: torch.Tensor, ends: Sequence[int], window: int | None
 ) -> torch.Tensor:
-    """Attend as the engine does for one sequence: the prompt in one step, then one token in each step."""
-    from vllm.vllm_flash_attn import flash_attn_varlen_func
-
-    attend = make_attention(flash_attn_varlen_func, lambda: None)
-    steps = []
-    for begin, end in [(0, prompt), *((place, place + 1) for place in range(prompt, len(query)))]:
-        boundaries, seen = (torch.tensor(n, dtype=torch.int32, device="cuda") for n in ([0, end - begin], [end]))
-        out = attend(
+    """Attend as the engine does for one sequence: to the prompt in steps with these ends, then all others at once, each
+    as the only query of a sequence."""
+    attend = make_attention(None, lambda: None)
+    left = -1 if window is None else window - 1
+    rest = torch.arange(ends[-1], len(query) + 1, dtype=torch.int32, device="cuda")
+    steps = [([begin, end], [end]) for begin, end in pairwise(ends)]
+    steps = [[torch.tensor(n, dtype=torch.int32, device="cuda") for n in step] for step in steps] + [[rest, rest[1:]]]
+    out = torch.empty_like(query)
+    for boundaries, seen in steps:
+        if not len(seen):
+            continue
+        begin, end = int(boundaries[0]), int(boundaries[-1])
+        attend(
             q=query[begin:end].contiguous(),
-            k=pages[0],
-            v=pages[1],
-            cu_seqlens_q=boundaries,
-            seqused_k=seen,
-            block_table=table,
-            max_seqlen_q=end - begin,
-            max_seqlen_k=end,
+            k=cache[0],
+            v=cache[1],
+            out=out[begin:end],
+            cu_seqlens_q=boundaries - begin,
+            seqused_k=seen.contiguous(),
+            block_table=table.expand(len(seen), -1),
+            max_seqlen_q=int(boundaries.diff().max()),
             causal=True,
-            window_size=[window - 1, 0],
+            window_size=[left, -1 if left < 0 else 0],
             softmax_scale=query.shape[-1] ** -0.5,
-            fa_version=3,
         )
-        steps.append(out)
-    return torch.cat(steps)
+    return out

@@ -7,6 +7,7 @@ sum of exponentials (mass), and the weighted sum of values.
 
 import triton.language as tl
 
+from colocated_grpo.runtime.row_attention import added, combined, load_part, nothing, store_part
 from colocated_grpo.runtime.triton_jit import jit
 
 
@@ -44,9 +45,7 @@ def _read(
 
     blocks: pointer to the id of the block with token 0.
     """
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, SIZE], tl.float32)
+    top, mass, total = nothing(ROWS, SIZE)
     lane = tl.arange(0, TILE)
     # Two numbers in fp8 are read as one of 16 bits, so even and odd columns have products of their own.
     read = tl.arange(0, SIZE // 2 if QUANTIZED else SIZE)
@@ -81,45 +80,6 @@ def _read(
     if QUANTIZED:
         total = tl.interleave(even, odd)
     return top, mass, total
-
-
-@jit
-def _added(sums, tops, masses, place, step, used, real, ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Add the `used` parts of each row in a fixed order, whichever ended last.
-
-    place: [ROWS] index of each row's first part; step: distance to its next part. Returns the same as `_read`.
-    """
-    top = tl.full([ROWS], float("-inf"), tl.float32)
-    mass = tl.zeros([ROWS], tl.float32)
-    total = tl.zeros([ROWS, SIZE], tl.float32)
-    for _ in range(used):
-        top, mass, total = _combined(top, mass, total, *_load(sums, tops, masses, place, real, SIZE))
-        place += step
-    return top, mass, total
-
-
-@jit
-def _combined(top, mass, total, other_top, other_mass, other_total):
-    """Return the results for two sets of tokens together."""
-    new_top = tl.maximum(top, other_top)
-    shrink, other_shrink = tl.exp2(top - new_top), tl.exp2(other_top - new_top)
-    total = total * shrink[:, None] + other_total * other_shrink[:, None]
-    return new_top, mass * shrink + other_mass * other_shrink, total
-
-
-@jit
-def _load(sums, tops, masses, place, real, SIZE: tl.constexpr):
-    top = tl.load(tops + place, mask=real, other=0.0, cache_modifier=".cg")
-    mass = tl.load(masses + place, mask=real, other=0.0, cache_modifier=".cg")
-    cells = place[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
-    return top, mass, tl.load(sums + cells, mask=real[:, None], other=0.0, cache_modifier=".cg")
-
-
-@jit
-def _store(sums, tops, masses, place, top, mass, total, real, SIZE: tl.constexpr):
-    tl.store(tops + place, top, mask=real)
-    tl.store(masses + place, mass, mask=real)
-    tl.store(sums + place[:, None] * SIZE + tl.arange(0, SIZE)[None, :], total, mask=real[:, None])
 
 
 @jit
@@ -158,16 +118,16 @@ def decode_prefix(
                 BLOCK, ROWS, SIZE, TILE, QUANTIZED,
             )  # fmt: skip
             place = (sequence * tl.num_programs(0) + head) * parts * GROUP + row % GROUP
-            _store(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
+            store_part(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
             used = tl.cdiv(prefix, span)
             if used > 1:
                 tl.debug_barrier()  # all threads have stored before the count is raised
                 counter = finished + first * tl.num_programs(0) + head
                 if tl.atomic_add(counter, 1) == used - 1:
                     tl.store(counter, 0)
-                    top, mass, total = _added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
+                    top, mass, total = added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
                     tl.debug_barrier()  # all threads have read the first part
-                    _store(sums, tops, masses, place, top, mass, total, real, SIZE)
+                    store_part(sums, tops, masses, place, top, mass, total, real, SIZE)
 
 
 @jit
@@ -210,19 +170,19 @@ def decode_own(
                 # Without siblings, `decode_prefix` writes nothing, so there is nothing to wait for. The next layer's
                 # `decode_prefix` is no dependent launch: it starts after this kernel has ended.
                 tl.extra.cuda.gdc_wait()
-            top, mass, total = _combined(
-                top, mass, total, *_load(prefix_sums, prefix_tops, prefix_masses, first_place, with_prefix, SIZE)
+            top, mass, total = combined(
+                top, mass, total, *load_part(prefix_sums, prefix_tops, prefix_masses, first_place, with_prefix, SIZE)
             )
         used = tl.cdiv(length, span)
         last = used <= 1
         if used > 1:
-            _store(sums, tops, masses, first_place + part * GROUP, top, mass, total, real, SIZE)
+            store_part(sums, tops, masses, first_place + part * GROUP, top, mass, total, real, SIZE)
             tl.debug_barrier()  # all threads have stored before the count is raised
             counter = finished + sequence * tl.num_programs(0) + head
             last = tl.atomic_add(counter, 1) == used - 1
             if last:
                 tl.store(counter, 0)
-                top, mass, total = _added(sums, tops, masses, first_place, GROUP, used, real, ROWS, SIZE)
+                top, mass, total = added(sums, tops, masses, first_place, GROUP, used, real, ROWS, SIZE)
         if last:
             if QUANTIZED:
                 total *= tl.load(value_scale)

@@ -12,8 +12,8 @@ from typing import Any
 from torch import Tensor
 
 from colocated_grpo.runtime.norm_kernels import normalize
-from colocated_grpo.runtime.row_kernels import gated, logits, matmul
-from colocated_grpo.runtime.rows import SEQUENCES, exceeds, fixed_tiles, single_queries
+from colocated_grpo.runtime.row_attention import attend_pages
+from colocated_grpo.runtime.row_kernels import choose_experts, gated, logits, matmul, mix_experts
 
 Count = Callable[[], None]
 
@@ -55,19 +55,26 @@ def _make_gated(gelu: bool, _original: object, count_use: Count) -> Callable[...
 make_silu, make_gelu = partial(_make_gated, False), partial(_make_gated, True)
 
 
-def make_attention(vllm_attention: Callable[..., object], count_use: Count) -> Callable[..., object]:
+def make_mixture(_original: object, count_use: Count) -> Callable[..., Tensor]:
+    """Return the forward of a block of experts. vLLM would choose experts, and sum them, by other kernels."""
+
+    def forward(block: Any, x: Tensor) -> Tensor:
+        count_use()
+        router, experts = block.experts.router, block.experts.routed_experts
+        chosen = choose_experts(matmul(x, block.gate.weight), router.top_k, normalised=router.renormalize)
+        return mix_experts(x, *chosen, experts.w13_weight, experts.w2_weight)
+
+    return forward
+
+
+def make_attention(_original: object, count_use: Count) -> Callable[..., Tensor]:
     """Return the backend's `flash_attn_varlen_func` with one order of summation for all batches."""
 
-    def attend(**arguments: Any) -> object:
+    def attend(**arguments: Any) -> Tensor:
         count_use()
+        assert arguments["causal"]
         left, _ = arguments.get("window_size") or (-1, -1)
-        longest_q, longest_k = arguments["max_seqlen_q"], arguments["max_seqlen_k"]
-        if longest_q > 1 and exceeds(longest_k, left):
-            singles = single_queries(*(arguments[name] for name in SEQUENCES), queries=len(arguments["q"]))
-            arguments |= dict(zip(SEQUENCES, singles, strict=True))
-        # The schedule was made for other lengths. Scales are those of an fp8 cache, which exact numerics exclude.
-        unused = dict.fromkeys(("scheduler_metadata", "q_descale", "k_descale", "v_descale"))
-        tiles = fixed_tiles(longest_q, longest_k, left, arguments["q"].shape[-1])
-        return vllm_attention(**{**arguments, **unused, **tiles})
+        names = ("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "block_table", "max_seqlen_q", "softmax_scale")
+        return attend_pages(*(arguments[name] for name in names), left)
 
     return attend

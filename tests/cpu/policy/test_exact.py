@@ -200,6 +200,62 @@ def test_the_kernels_compute_each_row_by_itself_and_equal_plain_torch():
     assert interpreted("-c", KERNELS).strip() == "equal"
 
 
+ATTENTION = """
+import torch
+from colocated_grpo.policy.attention_kernels import Runs, attend_padded
+from colocated_grpo.runtime import row_attention, rows
+from colocated_grpo.runtime.row_attention import attend_packed, attend_pages
+
+torch.manual_seed(0)
+row_attention.PART = 128
+for heads, kv_heads, window in ((4, 2, None), (3, 1, 70)):
+    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 1, 41, 110], [0, 1, 61, 361]))
+    query, key, value = (torch.randn(n, h, 32).half() for n, h in ((110, heads), (361, kv_heads), (361, kv_heads)))
+    left, runs = -1 if window is None else window - 1, Runs(cu_q, cu_k, 69, 300)
+    packed, logsumexp = attend_packed(query, key, value, cu_q, cu_k, 69, 0.2, left)
+    expected = attend_padded(query.float(), key.float(), value.float(), runs, 0.2, window)
+    torch.testing.assert_close(packed.float(), expected, rtol=2e-3, atol=2e-3)
+    # The weights of one-hot values are those of the keys.
+    seen = key[1:61].float().repeat_interleave(heads // kv_heads, 1)
+    scores = torch.einsum("hd,khd->hk", query[40].float(), seen)[:, -60 if window is None else -window :] * 0.2
+    torch.testing.assert_close(logsumexp[:, 40], scores.logsumexp(1), rtol=1e-3, atol=1e-3)
+
+    slots, table, pages = rows.page_slots(cu_k, 361, 300, 16)
+    cache = [x.new_zeros(pages * 16, kv_heads, 32).index_copy_(0, slots, x).unflatten(0, (-1, 16)) for x in (key, value)]
+    out = torch.full_like(query, torch.nan)
+    attend_pages(query, *cache, out, cu_q, cu_k.diff(), table, 69, 0.2, left)
+    assert torch.equal(out, packed)
+    # Each query of the last run as the only one of a sequence, whose parts have a program each.
+    singles, lengths = torch.arange(70, dtype=torch.int32), torch.arange(232, 301, dtype=torch.int32)
+    for _ in range(2):  # the first launch leaves nothing behind
+        out = torch.full_like(query[41:], torch.nan)
+        attend_pages(query[41:], *cache, out, singles, lengths, table[2:].expand(69, -1), 1, 0.2, left)
+        torch.testing.assert_close(out, packed[41:], rtol=1e-3, atol=1e-3)
+print("equal")
+"""
+
+
+EXPERTS = """
+import torch
+from colocated_grpo.runtime.row_kernels import choose_experts
+
+torch.manual_seed(0)
+logits = torch.randn(9, 12)
+logits[0] = 0.0
+for normalised in (False, True):
+    weights, experts = choose_experts(logits, 3, normalised=normalised)
+    expected, places = logits.softmax(-1).topk(3)
+    torch.testing.assert_close(weights, expected / (expected.sum(-1, keepdim=True) if normalised else 1.0))
+    assert torch.equal(experts[1:].long(), places[1:]) and experts[0].tolist() == [0, 1, 2]
+print("equal")
+"""
+
+
+@pytest.mark.parametrize("script", [ATTENTION, EXPERTS], ids=["attention", "experts"])
+def test_the_kernels_of_attention_and_of_the_choice_of_experts_equal_plain_torch(script):
+    assert interpreted("-c", script).strip() == "equal"
+
+
 def test_in_windowed_attention_each_query_is_a_sequence_that_ends_with_its_own_key():
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 3, 8, 9], [0, 3, 20, 53]))
     slots, table, count = page_slots(cu_k, keys=53, longest_k=33, page=16)

@@ -135,7 +135,6 @@ def kernels_used(monkeypatch) -> list[str]:
 
         return attend
 
-    monkeypatch.setattr(attention_kernels, "attend_varlen", kernel("torch's function"))
     monkeypatch.setattr(flash_attention, "fa2_forward", kernel("FlashAttention 2"))
     monkeypatch.setattr(
         flash_attention,
@@ -152,9 +151,9 @@ def kernels_used(monkeypatch) -> list[str]:
     [
         (192, None, (64, 64), "FlashAttention 4"),
         (191, None, (64, 64), "FlashAttention 2"),
-        (1000, 64, (64, 64), "torch's function"),
-        (1000, None, (96, 96), "torch's function"),
-        (1000, None, (128, 64), "torch's function"),
+        (1000, 64, (64, 64), "FlashAttention 2"),
+        (1000, None, (96, 96), "FlashAttention 2"),
+        (1000, None, (128, 64), "FlashAttention 2"),
     ],
 )
 def test_short_runs_windows_and_other_head_sizes_use_flash_attention_2(kernels_used, length, window, sizes, used):
@@ -261,9 +260,9 @@ def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_grad
 @pytest.mark.parametrize("min_run", KINDS)
 def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels, min_run):
     tensors, runs, grad = problem()
-    settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25, min_run
-    forward = torch.library.opcheck(flash_attention.fa4_attention, (*tensors, *settings))
+    settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25, -1, min_run
+    forward = torch.library.opcheck(flash_attention.packed_flash, (*tensors, *settings))
     tensors = [tensor.detach() for tensor in tensors]
-    made = flash_attention.fa4_attention(*tensors, *settings)
-    backward = torch.library.opcheck(flash_attention.fa4_backward, (grad, *tensors, *made, *settings))
+    made = flash_attention.packed_flash(*tensors, *settings)
+    backward = torch.library.opcheck(flash_attention.flash_backward, (grad, *tensors, *made, *settings))
     assert {*forward.values(), *backward.values()} == {"SUCCESS"}
