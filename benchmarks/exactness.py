@@ -47,6 +47,7 @@ OPERATORS = (
     "mlp.gate_up_proj",
     "mlp.act_fn",
     "mlp.down_proj",
+    "mlp",
     "post_feedforward_layernorm",
 )
 """Names of the engine's modules in a layer, in the order of the forward pass. rotation: the queries that attn reads,

@@ -180,7 +180,7 @@ class _Mixture(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         ctx.save_for_backward(experts_TK, x_TH, weights_TK)
         ctx.module, ctx.plain = module, plain
-        return _kernels().mix_experts(x_TH, weights_TK, experts_TK.int(), gate_up_EOH, down_EHI)
+        return rows.mix_experts(x_TH, weights_TK, experts_TK.int(), gate_up_EOH, down_EHI)
 
     @staticmethod
     # pyrefly: ignore[bad-override]  (torch declares *grad_outputs, but passes one argument per output)

@@ -76,14 +76,15 @@ def fa2_backward(
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Let torch's operators use one order of summation, or any. FlashAttention 2 obeys only if others would raise."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    filled = torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    filled = settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(enabled)
-    torch.utils.deterministic.fill_uninitialized_memory = False  # kernels write all of their outputs
+    settings.fill_uninitialized_memory = False  # kernels write all of their outputs
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        torch.utils.deterministic.fill_uninitialized_memory = filled
+        settings.fill_uninitialized_memory = filled
 
 
 def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:

@@ -60,7 +60,7 @@ def _launch(
     kv_heads, runs = keys.shape[2], len(cu_q) - 1
     assert query.stride(2) == keys.stride(3) == values.stride(3) == out.stride(2) == 1
     group, single = heads // kv_heads, longest_q == 1 and table is not None
-    rows = 16 if single else 128 if size <= 128 else 64
+    rows = 16 if single else 64
     most_keys = 1 if table is None else table.shape[1] * keys.shape[1]
     programs = triton.cdiv(most_keys, PART) if single else triton.cdiv(longest_q, rows // group)
     memory = _memory(query.device, _power_of_two(runs * kv_heads * programs if single else 1), group, size)
@@ -71,7 +71,7 @@ def _launch(
         0 if table is None else table.stride(0),
         GROUP=group, ROWS=rows, SIZE=size, TILE=64 if size <= 128 else 32, PART=PART,
         PAGE=0 if table is None else keys.shape[1], HAS_WINDOW=left >= 0, SINGLE=single,
-        LOGSUMEXP=logsumexp is not None, num_warps=4 if single else 8, num_stages=2,
+        LOGSUMEXP=logsumexp is not None, num_warps=4 if single or size <= 128 else 8, num_stages=2,
         # A product and a sum in one instruction skip a rounding. The compiler would combine others in each variant.
         enable_fp_fusion=False,
     )  # fmt: skip
@@ -144,7 +144,7 @@ def _read(
 
     position: of the query, or [ROWS, 1]. whole: end of tiles that all rows see as a whole.
     """
-    top, mass, total = nothing(ROWS, SIZE)
+    top, _, total = nothing(ROWS, SIZE)
     masses = tl.zeros([ROWS, 16], tl.float32)
     for start in range(begin, whole, TILE):
         top, masses, total = _add_tile(

@@ -1,9 +1,9 @@
 """Triton kernels of rows: matrix product, gated activation and choice of experts; sums of the gradients of shared keys.
 
-With `numerics: exact` on GPUs, engine and policy call the first three and those of `norm_kernels.py`. The result of a row
-then has the same bits in a decode step of one token and in a training batch of many thousand: each row is reduced in an
-order that only the number of its columns decides. Launch settings that change this order must therefore never depend on
-the number of rows.
+With `numerics: exact` on GPUs, engine and policy call the first three and those of `norm_kernels.py`. The result of a
+row then has the same bits in a decode step of one token and in a training batch of many thousand: each row is reduced
+in an order that only the number of its columns decides. Launch settings that change this order must therefore never
+depend on the number of rows.
 
 Shapes: T rows, I input features, O output features, H hidden size, V vocabulary, E experts, K experts of a row.
 """
@@ -250,18 +250,6 @@ def _choose_experts(
     at = row * CHOSEN + slot
     tl.store(weights + at, found, mask=slot < CHOSEN)
     tl.store(experts + at, places, mask=slot < CHOSEN)
-
-
-def mix_experts(
-    x_TH: Tensor, weights_TK: Tensor, experts_TK: Tensor, gate_up_EOH: Tensor, down_EHI: Tensor
-) -> Tensor:
-    """Return the weighted sum of the outputs of each row's experts, gated MLPs with SiLU, by vLLM's Triton kernels.
-
-    All tiles of these kernels add in the same order, like those of `matmul`. experts_TK: int32.
-    """
-    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
-
-    return fused_experts(x_TH, gate_up_EOH, down_EHI, weights_TK, experts_TK)
 
 
 def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:

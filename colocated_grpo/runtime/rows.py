@@ -1,11 +1,11 @@
 """Operators whose rows do not depend on each other, for `numerics: exact`: matrix product and attention on CPUs in
-float32.
+float32, and mixtures of experts on GPUs.
 
 With the same operators, engine and policy compute the same bits. Other operators of the CPU already compute each row
 by itself; those of GPUs are in `row_kernels.py`, `norm_kernels.py` and `row_attention.py`.
 
 Shapes: T tokens, I input features, O output features, E keys, N runs, B pages of a run, H query heads, K key-value
-heads, D head size.
+heads, D head size, C chosen experts, F inner features of an expert.
 """
 
 from collections.abc import Callable
@@ -38,6 +38,17 @@ def single_queries(cu_q: Tensor, keys_N: Tensor, table_NB: Tensor, queries: int)
     run_T = torch.searchsorted(cu_q[1:], query_T[:-1], right=True)
     later_T = cu_q[1:][run_T] - 1 - query_T[:-1]
     return query_T, (keys_N[run_T] - later_T).int(), table_NB[run_T]
+
+
+def mix_experts(x_TI: Tensor, weights_TC: Tensor, experts_TC: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+    """Return the weighted sum of the outputs of each row's experts, gated MLPs with SiLU, on GPUs.
+
+    experts_TC: int32. gate_up: [experts, 2 F, I], down: [experts, I, F]. All tiles of vLLM's Triton kernels add in the
+    same order, like those of `row_kernels.matmul`.
+    """
+    from vllm.model_executor.layers.fused_moe.fused_moe import fused_experts
+
+    return fused_experts(x_TI, gate_up, down, weights_TC, experts_TC)
 
 
 def page_slots(cu_k: Tensor, keys: int, longest_k: int, page: int) -> tuple[Tensor, Tensor, int]:

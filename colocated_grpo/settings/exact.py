@@ -52,6 +52,8 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
         raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
     if on_cpu and kind in MIXTURES:
         raise ConfigError(f"{setting}: vLLM's engine for CPUs packs experts together; set it to fast")
+    if kind == "olmoe" and text.get("rms_norm_eps", 1e-5) != 1e-5:
+        raise ConfigError(f"{setting}: vLLM computes norms of OLMoE with rms_norm_eps 1e-5; set it to fast")
     if not head_sizes(config_json) <= HEADS:
         raise ConfigError(f"{setting}: heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

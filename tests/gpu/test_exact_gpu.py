@@ -159,11 +159,11 @@ def test_a_row_of_a_product_or_a_norm_does_not_depend_on_the_other_rows(depth):
     residual = torch.randn(x.shape, device="cuda", generator=generator).bfloat16()
     total = x + residual
     product, norm = matmul(x, weight), normalize(total, weight[0], 1e-6, 0.0)
-    for rows in (1, 3, 16, 17, 64, 257, 1025, 4096):
-        assert torch.equal(matmul(x[:rows], weight), product[:rows])
-        assert torch.equal(matmul(x[:rows], weight[128:400]), product[:rows, 128:400])
-        some = normalize(x[:rows], weight[0], 1e-6, 0.0, residual=residual[:rows].clone())
-        assert torch.equal(some, norm[:rows])
+    for count in (1, 3, 16, 17, 64, 257, 1025, 4096):
+        assert torch.equal(matmul(x[:count], weight), product[:count])
+        assert torch.equal(matmul(x[:count], weight[128:400]), product[:count, 128:400])
+        some = normalize(x[:count], weight[0], 1e-6, 0.0, residual=residual[:count].clone())
+        assert torch.equal(some, norm[:count])
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 1, 256), (16, 8, 128), (9, 3, 64)])
@@ -213,7 +213,8 @@ def test_attention_while_training_has_the_bits_of_decoding_one_token_at_a_time(h
     ]
     for run, length in enumerate(lengths):
         own = slice(int(ends[run]), int(ends[run + 1]))
-        decoded = by_steps(query[own], cache, table[run : run + 1], sorted({0, min(33, length), min(50, length)}), window)
+        ends_of_prompts = sorted({0, min(33, length), min(50, length)})
+        decoded = by_steps(query[own], cache, table[run : run + 1], ends_of_prompts, window)
         assert torch.equal(decoded, packed[own])
     assert torch.equal(decoded, by_steps(query[own], cache, table[run : run + 1], [0, length], window))
 

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from colocated_grpo.runtime.norm_kernels import normalize
 from colocated_grpo.runtime.row_attention import attend_pages
-from colocated_grpo.runtime.row_kernels import choose_experts, gated, logits, matmul, mix_experts
+from colocated_grpo.runtime.row_kernels import choose_experts, gated, logits, matmul
+from colocated_grpo.runtime.rows import mix_experts
 
 Count = Callable[[], None]
 
@@ -75,6 +76,6 @@ def make_attention(_original: object, count_use: Count) -> Callable[..., Tensor]
         assert arguments["causal"]
         left, _ = arguments.get("window_size") or (-1, -1)
         names = ("q", "k", "v", "out", "cu_seqlens_q", "seqused_k", "block_table", "max_seqlen_q", "softmax_scale")
-        return attend_pages(*(arguments[name] for name in names), left)
+        return attend_pages(*(arguments[name] for name in names), left=left)
 
     return attend

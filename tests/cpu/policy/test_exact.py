@@ -221,7 +221,8 @@ for heads, kv_heads, window in ((4, 2, None), (3, 1, 70)):
     torch.testing.assert_close(logsumexp[:, 40], scores.logsumexp(1), rtol=1e-3, atol=1e-3)
 
     slots, table, pages = rows.page_slots(cu_k, 361, 300, 16)
-    cache = [x.new_zeros(pages * 16, kv_heads, 32).index_copy_(0, slots, x).unflatten(0, (-1, 16)) for x in (key, value)]
+    in_pages = lambda x: x.new_zeros(pages * 16, kv_heads, 32).index_copy_(0, slots, x).unflatten(0, (-1, 16))
+    cache = in_pages(key), in_pages(value)
     out = torch.full_like(query, torch.nan)
     attend_pages(query, *cache, out, cu_q, cu_k.diff(), table, 69, 0.2, left)
     assert torch.equal(out, packed)
