@@ -208,7 +208,7 @@ def packed_attention(
         assert capped is not None
         attend = lambda q, k, v, _, scale, window: attend_capped(q, k, v, capped, scale, window)  # noqa: E731
     elif s_aux is not None:
-        attend = partial(kernels.attend_with_sinks, sinks_H=s_aux)
+        attend = partial(kernels.attend_varlen, sinks_H=s_aux)
     else:
         attend = on_cuda
     out = attend(query, key, value, runs, scaling, sliding_window)

@@ -40,30 +40,23 @@ def attend_varlen(
     scaling: float | None,
     window: int | None,
     *,
+    sinks_H: Tensor | None = None,
     min_run: int = NEVER,
 ) -> Tensor:
     """Attend with FlashAttention 2, or over padded runs if it has no kernel for the head size.
 
-    min_run: smallest mean number of queries per run for FlashAttention 4, where it supports the layer and `has_fa4`.
+    sinks_H: one score per head that enters the softmax but has no value. min_run: smallest mean number of queries per
+    run for FlashAttention 4, where it supports the layer and `has_fa4`.
     """
     if query.shape[-1] > MAX_VARLEN_HEAD:
-        return attend_padded(query, key, value, runs, scaling, window)
+        return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
     size = value.shape[-1]
-    if window is not None or size < query.shape[-1] or size not in FA4_HEAD_SIZES:
+    if not (window is None and sinks_H is None and size == query.shape[-1] and size in FA4_HEAD_SIZES):
         min_run = NEVER
     if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return flash_attention.packed_flash(query, key, value, *runs, scale, _left(window), min_run)[0][..., :size]
-
-
-def attend_with_sinks(
-    query: Tensor, key: Tensor, value: Tensor, runs: Runs, scaling: float | None, window: int | None, *, sinks_H: Tensor
-) -> Tensor:
-    """Attend like `attend_varlen`, with sinks: one score per head that enters the softmax but has no value."""
-    if query.shape[-1] > MAX_VARLEN_HEAD:
-        return attend_padded(query, key, value, runs, scaling, window, sinks_H=sinks_H)
-    return flash_attention.fa2_with_sinks(query, key, value, sinks_H, *runs, scaling, _left(window))[0]
+    return flash_attention.packed_flash(query, key, value, sinks_H, *runs, scale, _left(window), min_run)[0][..., :size]
 
 
 def _left(window: int | None) -> int:

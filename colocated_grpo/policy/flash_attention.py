@@ -1,7 +1,7 @@
-"""FlashAttention over packed sequences, as operators that are opaque to torch.compile: 2 or 4, and 2 with sinks.
+"""FlashAttention 2 or 4 over packed sequences, as an operator that is opaque to torch.compile.
 
-FlashAttention 2 is torch's. `fa2_forward` and `fa2_backward` have no autograd, for operators that build on them.
-torch's own operator is not used: its backward pass ignores deterministic algorithms that only warn.
+FlashAttention 2 is torch's. Its operator with autograd is not used: the backward pass ignores deterministic algorithms
+that only warn.
 
 A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
 so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
@@ -105,69 +105,6 @@ def sinks_gradient(grad_THD: Tensor, out_THD: Tensor, logsumexp_HT: Tensor, sink
     return -(weights_HT * products_TH.T).sum(1).to(sinks_H.dtype)
 
 
-@torch.library.custom_op("colocated_grpo::packed_sinks", mutates_args=())
-def fa2_with_sinks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    sinks: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    left: int,
-) -> tuple[Tensor, Tensor]:
-    """Compute causal attention of each run with sinks [H]. Returns [T, H, D] and the logsumexps, without gradient."""
-    out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
-    return out, add_sinks(out, logsumexp, sinks)
-
-
-@fa2_with_sinks.register_fake
-def _(query, key, value, sinks, cu_q, cu_k, longest_q, longest_k, scale, left):
-    tokens, heads, _ = query.shape
-    return torch.empty_like(query), query.new_empty((heads, tokens), dtype=torch.float32)
-
-
-@torch.library.custom_op("colocated_grpo::packed_sinks_backward", mutates_args=())
-def fa2_with_sinks_backward(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cu_q: Tensor,
-    cu_k: Tensor,
-    longest_q: int,
-    longest_k: int,
-    scale: float | None,
-    left: int,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the gradients of query, key and value; grad and out: [T, H, D]."""
-    runs = Runs(cu_q, cu_k, longest_q, longest_k)
-    return fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
-
-
-@fa2_with_sinks_backward.register_fake
-def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, scale, left):
-    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-
-
-def _save_with_sinks(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, sinks, cu_q, cu_k, *ctx.sizes = inputs
-    ctx.save_for_backward(query, key, value, sinks, *output, cu_q, cu_k)
-
-
-def _backward_with_sinks(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    query, key, value, sinks, out, logsumexp, cu_q, cu_k = ctx.saved_tensors
-    gradients = fa2_with_sinks_backward(grad, query, key, value, out, logsumexp, cu_q, cu_k, *ctx.sizes)
-    return *gradients, sinks_gradient(grad, out, logsumexp, sinks), None, None, None, None, None, None
-
-
-fa2_with_sinks.register_autograd(_backward_with_sinks, setup_context=_save_with_sinks)
-
-
 HOPPER = (9, 0)
 FA4_HEAD_SIZES = (64, 128)
 NEVER = 2**31 - 1
@@ -209,6 +146,7 @@ def packed_flash(
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    sinks_H: Tensor | None,
     cu_q: Tensor,
     cu_k: Tensor,
     longest_q: int,
@@ -219,11 +157,12 @@ def packed_flash(
 ) -> tuple[Tensor, Tensor]:
     """Compute causal attention of each run. Returns [T, H, D] and the logsumexps [H, T], which have no gradient.
 
-    min_run: smallest mean number of queries per run for FlashAttention 4, which has no windows; or `NEVER`.
+    min_run: smallest mean number of queries per run for FlashAttention 4, which has no windows and sinks; or `NEVER`.
     """
     if _are_short(query, cu_q, min_run):
         out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
-        return out.contiguous(), logsumexp
+        out = out.contiguous()
+        return out, logsumexp if sinks_H is None else add_sinks(out, logsumexp, sinks_H)
     out, logsumexp, *_ = kernels()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
@@ -231,7 +170,7 @@ def packed_flash(
 
 
 @packed_flash.register_fake
-def _(query, key, value, cu_q, cu_k, longest_q, longest_k, scale, left, min_run):
+def _(query, key, value, sinks_H, cu_q, cu_k, longest_q, longest_k, scale, left, min_run):
     tokens, heads, _ = query.shape
     return query.new_empty(query.shape), query.new_empty((heads, tokens), dtype=torch.float32)
 
@@ -289,12 +228,15 @@ def _fa4_settings(cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int, sc
 
 
 def _save_for_flash(ctx: Any, inputs: tuple[object, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, cu_q, cu_k, *ctx.sizes = inputs
-    ctx.save_for_backward(query, key, value, *output, cu_q, cu_k)
+    query, key, value, sinks_H, cu_q, cu_k, *ctx.sizes = inputs
+    ctx.save_for_backward(query, key, value, *output, cu_q, cu_k, sinks_H)
 
 
 def _backward_of_flash(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    return *flash_backward(grad, *ctx.saved_tensors, *ctx.sizes), *[None] * 7
+    *tensors, sinks_H = ctx.saved_tensors
+    _, _, _, out, logsumexp, _, _ = tensors
+    of_sinks = None if sinks_H is None else sinks_gradient(grad, out, logsumexp, sinks_H)
+    return *flash_backward(grad, *tensors, *ctx.sizes), of_sinks, *[None] * 7
 
 
 packed_flash.register_autograd(_backward_of_flash, setup_context=_save_for_flash)

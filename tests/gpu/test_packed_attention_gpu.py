@@ -19,7 +19,6 @@ from colocated_grpo.policy.attention_kernels import (
     attend_fa4,
     attend_padded,
     attend_varlen,
-    attend_with_sinks,
     has_fa4,
 )
 from tests.support.paths import ROOT
@@ -118,7 +117,7 @@ def assert_sinks_as_exact_as_padded(kernel, keys_of, runs: Runs, tensors, window
 @pytest.mark.parametrize("kind", ["own keys", "prefixes"])
 def test_attention_with_sinks_equals_padded_attention_in_value_and_gradients(kind, kv_heads, window, size):
     keys_of, runs, tensors = runs_of(kind, kv_heads, size)
-    assert_sinks_as_exact_as_padded(attend_with_sinks, keys_of, runs, tensors, window)
+    assert_sinks_as_exact_as_padded(attend_varlen, keys_of, runs, tensors, window)
 
 
 @pytest.mark.parametrize("window", [None, 16])
@@ -126,7 +125,7 @@ def test_compiled_attention_with_sinks_has_the_same_gradients_and_no_graph_break
     def attend(query, key, value, runs, scaling, window, *, sinks_H):
         # Heads first in memory, as projections produce them: tokens are not contiguous.
         query, key, value = (tensor.transpose(0, 1).contiguous().transpose(0, 1) for tensor in (query, key, value))
-        return attend_with_sinks(query * 1, key, value, runs, scaling, window, sinks_H=sinks_H * 1) * 1
+        return attend_varlen(query * 1, key, value, runs, scaling, window, sinks_H=sinks_H * 1) * 1
 
     compiled = torch.compile(attend, fullgraph=True, dynamic=True)
     runs, tensors = own_keys(2, 64)

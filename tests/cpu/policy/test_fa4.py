@@ -261,8 +261,8 @@ def test_the_operator_passes_its_kernels_the_right_arguments_for_values_and_grad
 def test_the_fake_implementations_have_the_shapes_and_strides_of_the_real_ones(plain_kernels, min_run):
     tensors, runs, grad = problem()
     settings = runs.cu_q, runs.cu_k, runs.longest_q, runs.longest_k, 0.25, -1, min_run
-    forward = torch.library.opcheck(flash_attention.packed_flash, (*tensors, *settings))
+    forward = torch.library.opcheck(flash_attention.packed_flash, (*tensors, None, *settings))
     tensors = [tensor.detach() for tensor in tensors]
-    made = flash_attention.packed_flash(*tensors, *settings)
+    made = flash_attention.packed_flash(*tensors, None, *settings)
     backward = torch.library.opcheck(flash_attention.flash_backward, (grad, *tensors, *made, *settings))
     assert {*forward.values(), *backward.values()} == {"SUCCESS"}

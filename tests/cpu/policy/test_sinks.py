@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_with_sinks
+from colocated_grpo.policy.attention_kernels import Runs, attend_padded, attend_varlen
 
 HEADS, KV_HEADS, SIZE, SCALE = 4, 2, 8, 0.3
 SINKS = torch.tensor([-3.0, 0.0, 1.0, 4.0]).double()
@@ -44,12 +44,19 @@ def forward(query, key, value, cu_q, cu_k, longest_q, longest_k, dropout, causal
     return out, logsumexp, query.new_zeros(2, dtype=torch.uint64), query.new_empty(0), query.new_empty(0)
 
 
+ORDERED: list[bool] = []
+"""True for each call of `backward` while deterministic algorithms were enabled."""
+
+
 def backward(
     grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k, dropout, causal, *_, scale, **window
 ):
     """Take the place of `aten::_flash_attention_backward`, whose formulas these are."""
     left, right = window["window_size_left"], window["window_size_right"]
     assert (longest_q, longest_k, dropout, causal, scale, right) == (9, 11, 0.0, left == -1, SCALE, 0)
+    # The kernel adds in a fixed order only if other operators would raise an error instead of a warning.
+    assert not torch.is_deterministic_algorithms_warn_only_enabled()
+    ORDERED.append(torch.are_deterministic_algorithms_enabled())
     gradients = [torch.zeros_like(tensor) for tensor in (query, key, value)]
     per_head = lambda tensor: tensor.unflatten(1, (KV_HEADS, -1)).sum(2)  # noqa: E731
     for queries, keys, seen in runs_of(query, cu_q, cu_k, left):
@@ -80,12 +87,25 @@ def test_output_and_all_gradients_equal_attention_with_one_more_column(flash_att
     inputs = [tensor.requires_grad_() for tensor in (*tensors, SINKS.clone())]
     *qkv, sinks = inputs
     results = []
-    for attend in (attend_with_sinks, attend_padded):
+    for attend in (attend_varlen, attend_padded):
         out = attend(*qkv, RUNS, SCALE, window, sinks_H=sinks)
         results.append([out, *torch.autograd.grad(out.square().sum(), inputs)])
     for name, actual, expected in zip(("output", "query", "key", "value", "sinks"), *results, strict=True):
         torch.testing.assert_close(actual, expected, rtol=1e-9, atol=1e-9, msg=lambda text, n=name: f"{n}: {text}")
     assert results[0][4].abs().min() > 1e-3, "every sink must matter"
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_the_backward_pass_adds_in_a_fixed_order_if_deterministic_algorithms_are_enabled(flash_attention, ordered):
+    query, key = torch.randn(15, HEADS, SIZE, requires_grad=True), torch.randn(20, KV_HEADS, SIZE)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(ordered, warn_only=True)  # as a run does
+    try:
+        attend_varlen(query, key, key, RUNS, SCALE, None).sum().backward()
+        assert torch.is_deterministic_algorithms_warn_only_enabled()  # as before the backward pass
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert ORDERED[-1] == ordered
 
 
 def test_compiled_attention_has_the_same_gradients_and_no_graph_break(flash_attention):
@@ -95,7 +115,7 @@ def test_compiled_attention_has_the_same_gradients_and_no_graph_break(flash_atte
     inputs.append(SINKS.float().requires_grad_())
 
     def attend(query, key, value, sinks):
-        return attend_with_sinks(query * 2, key, value, RUNS, SCALE, 4, sinks_H=sinks + 1) * 3
+        return attend_varlen(query * 2, key, value, RUNS, SCALE, 4, sinks_H=sinks + 1) * 3
 
     for name, actual, expected in zip(
         ("output", "query", "key", "value", "sinks"),
