@@ -87,6 +87,7 @@ def _memory(device: torch.device, parts: int, group: int, size: int) -> tuple[Te
 
     Never freed, because CUDA graphs contain its address. The kernel leaves the numbers at zero.
     """
+    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()  # or a replay would set them to zero
     tops, masses = torch.empty(2, parts * group, device=device)
     finished = torch.zeros(parts, dtype=torch.int32, device=device)
     return torch.empty(parts * group, size, device=device), tops, masses, finished
