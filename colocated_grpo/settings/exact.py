@@ -9,9 +9,8 @@ from colocated_grpo.settings.model_support import head_sizes
 from colocated_grpo.settings.schema import EngineConfig, PolicyConfig, RolloutConfig
 from colocated_grpo.types import JsonObject
 
-MIXTURES = frozenset(("olmoe", "qwen3_moe"))
-EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3")) | MIXTURES
-"""Model types that `numerics: exact` supports, of which mixtures on GPUs only."""
+EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"))
+"""Model types that `numerics: exact` supports."""
 HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 
@@ -50,10 +49,8 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
         raise ConfigError(f"{setting}: {rule}; set policy.compute_dtype: float32")
     if (kind := text.get("model_type")) not in EXACT_TYPES:
         raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
-    if on_cpu and kind in MIXTURES:
+    if on_cpu and kind == "qwen3_moe":
         raise ConfigError(f"{setting}: vLLM's engine for CPUs packs experts together; set it to fast")
-    if kind == "olmoe" and text.get("rms_norm_eps", 1e-5) != 1e-5:
-        raise ConfigError(f"{setting}: vLLM computes norms of OLMoE with rms_norm_eps 1e-5; set it to fast")
     if not head_sizes(config_json) <= HEADS:
         raise ConfigError(f"{setting}: heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}

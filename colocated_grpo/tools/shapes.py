@@ -49,7 +49,7 @@ _LINEAR = {
 _QWEN3_5_4B = Shape(
     architecture="qwen3_5", hidden=2560, layers=32, heads=16, intermediate=9216, settings=_LINEAR, **_QWEN3_5
 )
-_OLMOE_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8, "rms_norm_eps": 1e-5}
+_OLMOE_EXPERTS = {"num_experts": 64, "num_experts_per_tok": 8}
 _OLMOE = {"head_dim": 128, "vocab": 50304, "max_positions": 4096, "settings": _OLMOE_EXPERTS}
 _LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "original_max_position_embeddings": 8192}
 _LLAMA3_ROPE |= {"low_freq_factor": 1.0, "high_freq_factor": 4.0}

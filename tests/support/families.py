@@ -110,7 +110,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "qwen3_next": DELTA_RULE | TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT | UNTIED | {"norm_topk_prob": True},
     "qwen3_moe": TWO_OF_FOUR | SMALL_EXPERTS | {"norm_topk_prob": True},
     "qwen2_moe": TWO_OF_FOUR | SMALL_EXPERTS | SHARED_EXPERT,
-    "olmoe": TWO_OF_FOUR | ALIGNED | UNTIED | {"rms_norm_eps": 1e-5},
+    "olmoe": TWO_OF_FOUR | ALIGNED | UNTIED,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2} | ALIGNED,
     "gpt_oss": GPT_OSS,
     "glm4_moe": DENSE_FIRST_LAYER | SMALL_EXPERTS | UNTIED,
