@@ -20,7 +20,7 @@ from colocated_grpo.runtime.triton_jit import jit
 
 PART = 512
 """Keys of a part."""
-LOG2_E = 1.4426950408889634
+LOG2_E = tl.constexpr(1.4426950408889634)
 """Exponentials are powers of two."""
 
 
@@ -60,13 +60,13 @@ def _launch(
     kv_heads, runs = keys.shape[2], len(cu_q) - 1
     assert query.stride(2) == keys.stride(3) == values.stride(3) == out.stride(2) == 1
     group, single = heads // kv_heads, longest_q == 1 and table is not None
-    rows = 16 if single else 64
+    rows = max(16 if single else 64, _power_of_two(group))
     most_keys = 1 if table is None else table.shape[1] * keys.shape[1]
     programs = triton.cdiv(most_keys, PART) if single else triton.cdiv(longest_q, rows // group)
     memory = _memory(query.device, _power_of_two(runs * kv_heads * programs if single else 1), group, size)
     _attend[(kv_heads, runs, programs)](
         query, keys, values, out, out if logsumexp is None else logsumexp, cu_q, key_counts,
-        cu_q if table is None else table, *memory, scale * LOG2_E, left, len(query),
+        cu_q if table is None else table, *memory, scale * LOG2_E.value, left, len(query),
         *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], *out.stride()[:2],
         0 if table is None else table.stride(0),
         GROUP=group, ROWS=rows, SIZE=size, TILE=64 if size <= 128 else 32, PART=PART,
@@ -265,4 +265,4 @@ def _attend(
             out_at = out + token * out_token + heads * out_head
             tl.store(out_at[:, None] + column, (total / mass[:, None]).to(out.dtype.element_ty), mask=real[:, None])
             if LOGSUMEXP:
-                tl.store(logsumexps + heads * tokens + token, (top + tl.log2(mass)) / 1.4426950408889634, mask=real)
+                tl.store(logsumexps + heads * tokens + token, (top + tl.log2(mass)) / LOG2_E, mask=real)

@@ -211,7 +211,7 @@ from colocated_grpo.runtime.row_attention import attend_packed, attend_pages
 
 torch.manual_seed(0)
 row_attention.PART = 128
-for heads, kv_heads, window in ((4, 2, None), (3, 1, 70)):
+for heads, kv_heads, window in ((4, 2, None), (3, 1, 70), (20, 1, None)):
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 1, 41, 61], [0, 1, 61, 241]))
     query, key, value = (torch.randn(n, h, 16).half() for n, h in ((61, heads), (241, kv_heads), (241, kv_heads)))
     left, runs = -1 if window is None else window - 1, Runs(cu_q, cu_k, 40, 180)
