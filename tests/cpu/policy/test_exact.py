@@ -8,12 +8,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.metrics import Metrics
+from colocated_grpo.policy import exact
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.rows import page_slots, single_queries
 from colocated_grpo.settings import rules
@@ -32,7 +34,7 @@ from tests.support.small_policy import (
     rollout_of,
 )
 
-FAMILIES = sorted(kind.removesuffix("_text") for kind in EXACT_TYPES - {"qwen3_moe"})
+FAMILIES = sorted(kind.removesuffix("_text") for kind in EXACT_TYPES)
 LLAMA = {"model_type": "llama", "head_dim": 64}
 OLDER_GPU = {"on_cpu": False, "on_hopper": False, "float32": False}
 HOPPER, CPU = OLDER_GPU | {"on_hopper": True}, OLDER_GPU | {"on_cpu": True, "float32": True}
@@ -48,9 +50,27 @@ def computed(world: World, folder: Path, numerics: str, **policy: object) -> tup
     return logprobs_N, {name: p.grad for name, p in trained.parameters().items()}
 
 
+@pytest.fixture
+def plain_experts(monkeypatch):
+    """Replace the kernels of experts, which are for GPUs, by plain torch."""
+
+    def choose(logits_TE, chosen, *, normalised):
+        assert normalised
+        weights_TK, experts_TK = logits_TE.softmax(-1).topk(chosen)
+        return weights_TK / weights_TK.sum(-1, keepdim=True), experts_TK.int()
+
+    def mix(x_TI, weights_TC, experts_TC, gate_up, down):
+        assert experts_TC.dtype == torch.int32
+        gate, up = torch.einsum("tcoi,ti->tco", gate_up[experts_TC], x_TI).chunk(2, dim=-1)
+        return torch.einsum("tcif,tcf,tc->ti", down[experts_TC], torch.nn.functional.silu(gate) * up, weights_TC)
+
+    monkeypatch.setattr(exact, "_kernels", lambda: SimpleNamespace(choose_experts=choose))
+    monkeypatch.setattr(exact.rows, "mix_experts", mix)
+
+
 @pytest.mark.parametrize("lora", [None, {"rank": 4}], ids=["full", "lora"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_exact_operators_compute_the_same_and_have_the_same_gradients(world, tmp_path, family, lora):
+def test_exact_operators_compute_the_same_and_have_the_same_gradients(world, tmp_path, family, lora, plain_experts):
     folder = make_small_model(tmp_path / family, family, edits={**SETTINGS.get(family, {}), "head_dim": 64})
     expected, expected_gradients = computed(world, folder, "fast", lora=lora)
     logprobs, gradients = computed(world, folder, "exact", lora=lora)
