@@ -46,8 +46,7 @@ def visible(text: str) -> str:
 def _shown(character: str) -> str:
     if character in "\n\t" or unicodedata.category(character) not in HIDDEN_CATEGORIES:
         return character
-    code = ord(character)
-    if code < 0x100:
+    if (code := ord(character)) < 0x100:
         return f"\\x{code:02x}"
     return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 

@@ -169,8 +169,7 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     """Return metrics of the scored groups, also by environment if there are several; empty without groups."""
     if not groups:
         return {}
-    by_environment = environment_metrics(groups) if run.config.is_mixed else {}
-    return rollout_metrics(groups, run.policy.version) | by_environment
+    return rollout_metrics(groups, run.policy.version) | (environment_metrics(groups) if run.config.is_mixed else {})
 
 
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:
@@ -221,8 +220,7 @@ def update(run: Run, batch: Batch, staleness: int) -> Metrics:
     """
     metrics = Metrics(run.world.device)
     lr = max(run.config.policy.lr, run.policy.fixed_lr or 0.0)
-    judged = run.config.recomputes_logprobs
-    if judged:
+    if judged := run.config.recomputes_logprobs:
         for minibatch in batch.minibatches:
             judge(run, minibatch, run.policy.mismatch(minibatch), staleness * lr)
     for _ in range(run.config.batch.epochs):
@@ -279,8 +277,7 @@ def save(run: Run, step: int, *, goal_reached: bool = False) -> None:
 
 
 def maybe_export(run: Run, step: int) -> None:
-    every = run.config.checkpoint.export_every
-    if every and step % every == 0:
+    if (every := run.config.checkpoint.export_every) and step % every == 0:
         for export in run.exports:
             export_to(run, export, export.name_at(step))
 
@@ -290,16 +287,14 @@ def maybe_push(run: Run, step: int) -> None:
 
     With an adapter, the adapter is pushed.
     """
-    hub = run.hub
-    if hub is not None and hub.due(step) and run.world.from_main(lambda: hub.free(step)):
+    if (hub := run.hub) is not None and hub.due(step) and run.world.from_main(lambda: hub.free(step)):
         run.exports[0].write(hub.staging(step))
         run.world.from_main(lambda: hub.push(hub.staging(step), step))
 
 
 def push_final(run: Run, steps: int) -> None:
     """Push the final export after the push before it. Both end, fail, or are ended by a stop. Collective."""
-    hub = run.hub
-    if hub is not None:
+    if (hub := run.hub) is not None:
         for begin in (lambda: None, lambda: hub.push(run.folder / run.exports[0].final_name, steps)):
             run.world.from_main(begin)
             while run.world.from_main(lambda: hub.pending(PUSH_SECONDS, stopped=run.stop.requested())):
@@ -314,8 +309,7 @@ def export_to(run: Run, export: Export, name: str) -> None:
 def finish(run: Run, steps: int, goal_reached: bool) -> None:
     """Evaluate the final weights, save them and export them."""
     run.supply.release_engine()  # a callback may have ended the run while the next step is sampled
-    sets = run.evaluator.due(steps, last=True)
-    if sets:
+    if sets := run.evaluator.due(steps, last=True):
         # A stop request now skips only this evaluation: every step is complete.
         with suppress(Stopped), run.choreography.rollout_phase(steps, sync=True):
             evaluate(run, steps, sets)

@@ -16,7 +16,7 @@ from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.evaluation.metrics import Answer, answer_function, set_metrics
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.rollout.collect import Collector
-from colocated_grpo.rollout.engine import LocalEngine, RepetitionDetection, Sampling
+from colocated_grpo.rollout.engine import LocalEngine, Sampling
 from colocated_grpo.rollout.episodes import EpisodeRunner
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.rollout.partial import PartialSupply
@@ -122,8 +122,7 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     """Import user code on every rank, and read data on rank 0. Collective. trains: False: no training prompts."""
     site.resources.callback(end_idle_workers)
     environments = build_environments(config, model.tokenizer, getattr(model.hf_config, "vocab_size", None))
-    has_source = trains and site.world.is_main and environments.trained
-    source = open_source(environments, site.note) if has_source else None
+    source = open_source(environments, site.note) if trains and site.world.is_main and environments.trained else None
     sets = read_evaluation_sets(
         config.evaluation, config.rollout, environments, model.stop_token_ids, site, mixed=config.is_mixed
     )
@@ -198,10 +197,9 @@ def build_prompt_supply(
     sampling = Sampling(
         temperature=rollout.temperature,
         max_tokens=rollout.max_completion_tokens,
-        **{name: getattr(rollout, name) for name in RESHAPING},
+        **{name: getattr(rollout, name) for name in (*RESHAPING, "repetition_detection")},
         stop=tuple(rollout.stop),
         stop_token_ids=model.stop_token_ids,
-        repetition_detection=RepetitionDetection.of(rollout.repetition_detection),
     )
     resampling = None if rollout.resample is None else Resampling(rollout.resample.max_rounds, prompts, site.note)
     routes = config.policy.routing_replay
@@ -221,8 +219,7 @@ def build_supply(
         return served
     if served is not None:
         return MixedSupply(prompts, served)
-    partial = prompts.config.partial
-    if partial is not None and engine is not None:
+    if (partial := prompts.config.partial) is not None and engine is not None:
         place = engine_place(prompts.collector.world, ranks_per_engine)
         return PartialSupply(prompts, partial, engine.interrupt, place, num_steps)
     return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

@@ -14,8 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from colocated_grpo.errors import ConfigError
 from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
-from colocated_grpo.policy.activations import StepSettings, choose_micro_batch_size
-from colocated_grpo.policy.checkpoint_files import fetch_model
+from colocated_grpo.policy import activations, checkpoint_files
 from colocated_grpo.policy.lora.weights import AdapterWeights
 from colocated_grpo.policy.masters import Reference, ShardedWeights, adopt
 from colocated_grpo.policy.model import host_copy
@@ -131,7 +130,7 @@ def check_same_vocabulary(name: str, reference: PreTrainedTokenizerBase, policy:
 
 def fetch_opponent(opponent: ModelConfig | None, world: World) -> Path | None:
     """Return the folder of the opponent's weights; None without an opponent. Collective, downloads a Hub model."""
-    return None if opponent is None else fetch_model(opponent, world, "environments: opponent.name")
+    return None if opponent is None else checkpoint_files.fetch_model(opponent, world, "environments: opponent.name")
 
 
 def read_opponent(loader: ModelLoader | None, device: torch.device) -> dict[str, DTensor]:
@@ -178,7 +177,7 @@ def rehearse(config: Config, policy: Policy, engine: LocalEngine | None, world: 
     If the memory suffices for engine and training at once, the engine never sleeps again, and training keeps CUDA
     graphs: small models spend most of a step on sleeping, waking and launching kernels.
     """
-    fit = choose_micro_batch_size(policy, StepSettings.of(config), world)
+    fit = activations.choose_micro_batch_size(policy, activations.StepSettings.of(config), world)
     if fit.leaves_room(0 if engine is None else engine.asleep_bytes()):
         if engine is not None:
             engine.stay_awake()

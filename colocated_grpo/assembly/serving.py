@@ -28,11 +28,9 @@ from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.runtime.program import KEY_VARIABLE, URLS_VARIABLE
 from colocated_grpo.runtime.supervision import StopRequest
-from colocated_grpo.servers import exported, rank_links, text
+from colocated_grpo.servers import broadcast, exported, rank_links, remote, text
 from colocated_grpo.servers.app import create_app
-from colocated_grpo.servers.broadcast import AdapterSync, BroadcastSync, RestartSync
 from colocated_grpo.servers.engine_servers import EngineServer
-from colocated_grpo.servers.remote import EngineGroup, RemoteEngine, Restore
 from colocated_grpo.servers.sampler import Sampler
 from colocated_grpo.settings.atropos import AtroposSourceConfig, ServerConfig
 from colocated_grpo.settings.config_json import first_difference, read_config_json, shape_of
@@ -53,10 +51,8 @@ def connect_servers(config: Config, world: World, stop: StopRequest) -> list[Eng
     if not urls:
         urls, variable = os.environ.get(URLS_VARIABLE, "").split(), KEY_VARIABLE
     if not urls:
-        raise ConfigError(
-            "engine.urls: empty; start servers with colocated-grpo serve and give their addresses, or start the run "
-            "with colocated-grpo, which starts them"
-        )
+        advice = "start servers with colocated-grpo serve and give their addresses"
+        raise ConfigError(f"engine.urls: empty; {advice}, or start the run with colocated-grpo, which starts them")
     key = _key(variable)
     trainer = world.broadcast_object(secrets.token_hex(16) if world.is_main else None)
     servers = [EngineServer(url, key, trainer, engine.server_timeout, stop.requested) for url in urls]
@@ -98,30 +94,30 @@ def build_remote(
     """Return the engines of the servers, with the bridge that sends weights to them. Collective."""
     world, engine, lora, base = site.world, config.engine, config.policy.lora, config.model.name
     prefix, files, check_every = policy.model.lm.base_model_prefix, folder / WEIGHTS_FOLDER, config.freshness.every
-    sync: BroadcastSync | AdapterSync | RestartSync | SharedSync
+    sync: broadcast.BroadcastSync | broadcast.AdapterSync | broadcast.RestartSync | SharedSync
     match engine.bridge:
         case "broadcast":
-            sync = BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
+            sync = broadcast.BroadcastSync(policy.weights.published(), prefix, servers, world, check_every)
         case "adapter":
             assert lora is not None  # the config requires an adapter for this bridge
             adapter = AdapterExport(policy=policy, lora=lora, base=base, tokenizer=model.tokenizer, world=world)
-            sync = AdapterSync(adapter, files / "adapter", servers)
+            sync = broadcast.AdapterSync(adapter, files / "adapter", servers)
         case "restart":
             export = ModelExport(policy=policy, files=model, dtype=policy.dtype, world=world)
-            sync = RestartSync(export, files, servers, base)
+            sync = broadcast.RestartSync(export, files, servers, base)
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
             views = exported.adopt_exported(views, prefix, partial(masters.adopt, policy.model))
             sync = SharedSync(policy.weights.published(), views, world, check_every)
-    restore: Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
+    restore: remote.Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]
-    engines = [RemoteEngine(server, restore, site.stop.request) for server in servers]
+    engines = [remote.RemoteEngine(server, restore, site.stop.request) for server in servers]
     # In a deterministic run, send all requests at once: the server's queue decides which decode together, not timing.
     limit = sys.maxsize if config.deterministic else None
     return Engines(
         local=None,
-        engine=EngineGroup(engines, max_num_seqs=limit),
+        engine=remote.EngineGroup(engines, max_num_seqs=limit),
         sync=sync,
         dtype=getattr(torch, infos[0]["dtype"]),
         is_quantized=any(info["is_quantized"] for info in infos),

@@ -155,15 +155,13 @@ def _add_trainer_routes(app: FastAPI, exchange: state.Exchange) -> None:
 
     @app.get("/info")
     async def info() -> dict[str, int]:
-        trainer = exchange.trainer
-        if trainer is None:
+        if (trainer := exchange.trainer) is None:
             return {"batch_size": -1, "max_token_len": -1}
         return {"batch_size": trainer.batch_size, "max_token_len": trainer.max_token_len}
 
     @app.get("/wandb_info")
     async def wandb_info() -> dict[str, str | None]:
-        trainer = exchange.trainer
-        if trainer is None:
+        if (trainer := exchange.trainer) is None:
             return {"group": None, "project": None}
         return {"group": trainer.wandb_group, "project": trainer.wandb_project}
 

@@ -159,8 +159,7 @@ class Exchange:
         Smaller groups than the environment's wait until some add up to its size. Raises QueueFull or InvalidGroup.
         """
         for group in groups:
-            env = self._env(group.env_id)
-            if env is None or group.size == 0:
+            if (env := self._env(group.env_id)) is None or group.size == 0:
                 self._check_size(group.size)
             elif group.size > env.settings.group_size:
                 sizes = f"environment {env.env_id} has registered a group size of {env.settings.group_size}"
@@ -187,10 +186,9 @@ class Exchange:
         if size == 0:
             raise InvalidGroup("a group needs at least one sequence")
         if self.trainer is not None and self.trainer.batch_size % size:
-            raise InvalidGroup(
-                f"a group of {size} sequences can never be served: groups are not split, and a batch has "
-                f"{self.trainer.batch_size} sequences; use a group size that divides it"
-            )
+            rule = f"groups are not split, and a batch has {self.trainer.batch_size} sequences"
+            advice = "use a group size that divides it"
+            raise InvalidGroup(f"a group of {size} sequences can never be served: {rule}; {advice}")
 
     def _post(self, group: ScoredGroup) -> JsonObject:
         env, self.latest = self._env(group.env_id), group.texts[-1]
@@ -237,8 +235,7 @@ class Exchange:
 
     def status_env(self, env_id: int) -> JsonObject:
         """Return the values by which an environment paces itself. Queue sizes are in units of its group size."""
-        env = self._env(env_id)
-        if env is None or self.trainer is None:
+        if (env := self._env(env_id)) is None or self.trainer is None:
             raise UnknownEnvironment(_unknown(env_id))
         counts: Counter[int | None] = Counter()
         for group in self._queue:

@@ -71,10 +71,9 @@ class AtroposClient:
             theirs, ours = (
                 " and ".join(f"{name}={value}" for name, value in each.items()) for each in (registered, expected)
             )
-            raise EnvironmentSetupError(
-                f"environments: {self.url} is registered with {theirs} and this run needs {ours}; restart the API "
-                "server, or set reset: true in the atropos entry to empty it (its queue and its environments are lost)"
-            )
+            problem = f"{self.url} is registered with {theirs} and this run needs {ours}; restart the API server"
+            advice = "set reset: true in the atropos entry to empty it (its queue and its environments are lost)"
+            raise EnvironmentSetupError(f"environments: {problem}, or {advice}")
         return registered == expected
 
     def register(self, step: int, note: Callable[[str], None]) -> list[object] | None:
@@ -96,8 +95,7 @@ class AtroposClient:
         response = self.get("/batch", BATCH_SECONDS)
         if response.get("status") == "error":
             raise Unavailable("the registration was lost: the server was restarted or reset")
-        batch = response.get("batch", 0)
-        if batch is not None and not isinstance(batch, list):
+        if (batch := response.get("batch", 0)) is not None and not isinstance(batch, list):
             raise Unavailable("the batch of GET /batch is not a list")
         return batch or None
 
@@ -151,10 +149,8 @@ class AtroposSource:
             until_available(self.client.is_registered, self.connect_timeout, POLL_SECONDS)
         except (Unavailable, RequestRejected) as error:
             reason = f"within {self.connect_timeout:g} s ({error})" if isinstance(error, Unavailable) else str(error)
-            raise EnvironmentSetupError(
-                f"environments: atropos: url={self.client.url!r}: no Atropos API there, {reason}; start run-api, "
-                "or python -m colocated_grpo.atropos.api"
-            ) from None
+            problem = f"no Atropos API there, {reason}; start run-api, or python -m colocated_grpo.atropos.api"
+            raise EnvironmentSetupError(f"environments: atropos: url={self.client.url!r}: {problem}") from None
 
     def wait_for_groups(self, step: int, policy_version: int, stop: threading.Event) -> list[Group] | None:
         """Return the next batch, the same until `settle` is called; None once `stop` is set. Raises NothingUsable."""
@@ -191,10 +187,8 @@ class AtroposSource:
             self._num_failures += 1
             pause = min(MAX_RETRY_SECONDS, 2.0 ** (self._num_failures - 1) * POLL_SECONDS)
             if self._num_failures == 1 or pause == MAX_RETRY_SECONDS:
-                self.note(
-                    f"atropos: no batch from {self.client.url} ({error}); trying again, at most every "
-                    f"{MAX_RETRY_SECONDS:g} s"
-                )
+                often = f"at most every {MAX_RETRY_SECONDS:g} s"
+                self.note(f"atropos: no batch from {self.client.url} ({error}); trying again, {often}")
             return pause * random.uniform(0.5, 1.0)
         if not items:
             return POLL_SECONDS * random.uniform(0.5, 1.5)

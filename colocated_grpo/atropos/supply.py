@@ -77,10 +77,8 @@ class MainSupply(AtroposSupply):
 
     def _serve_clients(self, step: int) -> list[Group]:
         if (asleep := time.monotonic() - self._asleep_since) > LONG_SLEEP_SECONDS:
-            self.note(
-                f"atropos: requests were pending for {asleep:.0f} s while the policy trained; environments give up "
-                "after --env.worker_timeout, 600 s by default"
-            )
+            rule = "environments give up after --env.worker_timeout, 600 s by default"
+            self.note(f"atropos: requests were pending for {asleep:.0f} s while the policy trained; {rule}")
         end = threading.Event()
         batch = self._batch_thread.submit(self.source.wait_for_groups, step, self.policy_version(), end)
         batch.add_done_callback(lambda _: self.inbox.wake())
@@ -95,10 +93,8 @@ class MainSupply(AtroposSupply):
         if stopped:
             self.driver.abort()
             if wait([batch], LAST_BATCH_SECONDS).not_done:  # a batch that is being received is saved by the source
-                self.note(
-                    f"atropos: the API server did not answer within {LAST_BATCH_SECONDS:g} s; if it still sends a "
-                    "batch, that batch is lost"
-                )
+                problem = f"the API server did not answer within {LAST_BATCH_SECONDS:g} s"
+                self.note(f"atropos: {problem}; if it still sends a batch, that batch is lost")
             raise Stopped
         self.driver.drain()
         self._asleep_since = time.monotonic()

@@ -110,9 +110,8 @@ class Checkpoints:
         """Rename the finished checkpoint and delete old checkpoints. Rank 0 finishes last, so all files exist."""
         if not self.world.is_main:
             return
-        storage.write_durably(
-            partial / run_folder.STATE_FILE, sealed(f'{record[:-1]}, "{run_folder.FILES}": {json.dumps(checksums)}}}')
-        )
+        whole = sealed(f'{record[:-1]}, "{run_folder.FILES}": {json.dumps(checksums)}}}')
+        storage.write_durably(partial / run_folder.STATE_FILE, whole)
         shutil.rmtree(final, ignore_errors=True)  # `final` is incomplete or damaged, else no save would have started
         partial.rename(final)
         complete = run_folder.complete_checkpoints(self._folder)
@@ -138,10 +137,8 @@ class Checkpoints:
         if self._published is not None:
             try:
                 self._published.result()
-            except CheckpointException as error:  # torch's; its text has many lines, and it is not an Exception
+            except (OSError, CheckpointException) as error:
                 raise write_failed("checkpoint", self._folder, f"{_cause(error)}; {CONTINUES}") from error
-            except OSError as error:
-                raise write_failed("checkpoint", self._folder, f"{in_one_line(error)}; {CONTINUES}") from error
             self._published = None
             self.world.barrier()
 
@@ -153,8 +150,7 @@ class Checkpoints:
             self._delete_unfinished()
             return storage.newest_whole(self._folder, self.note)
 
-        saved = self.world.from_main(newest)
-        if saved is None:
+        if (saved := self.world.from_main(newest)) is None:
             return 0, {}
         self._verified = saved.folder
         policy.update.init_state()
@@ -184,14 +180,12 @@ def _check_loadable(checkpoint: storage.SavedCheckpoint, metadata: Metadata, ten
     entries = metadata.state_dict_metadata
     saved = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     # If this run has fewer layers with adapters, or fewer trained blocks, other trained tensors would be lost.
-    unused = sorted(name for name in saved if name.startswith("model.") and name not in tensors)
-    if unused:
+    if unused := sorted(name for name in saved if name.startswith("model.") and name not in tensors):
         raise RunError(
             f"checkpoint {checkpoint.folder}: has {unused[0]!r} and {len(unused) - 1} more tensors that this run does "
             "not train; resume with the policy.lora and policy.train_layers that the run began with"
         )
-    other = sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape)
-    if other:
+    if other := sorted(name for name, tensor in tensors.items() if saved.get(name) != tensor.shape):
         first = other[0]
         what = f"has {first!r} as {tuple(saved[first])}" if first in saved else f"lacks {first!r}"
         raise RunError(
@@ -209,14 +203,14 @@ def unreadable(folder: Path) -> Generator[None]:
     except (ConfigError, RunError):  # a ConfigError names settings that do not fit the state; the checkpoint is whole
         raise
     except (Exception, CheckpointException) as error:
-        cause = _cause(error) if isinstance(error, CheckpointException) else in_one_line(error)
-        raise RunError(
-            f"checkpoint {folder}: cannot be read ({cause}); move it away to resume from the previous one"
-        ) from error
+        advice = "move it away to resume from the previous one"
+        raise RunError(f"checkpoint {folder}: cannot be read ({_cause(error)}); {advice}") from error
 
 
-def _cause(error: CheckpointException) -> str:
-    """Return the error of the failed rank with the lowest number, in one line."""
+def _cause(error: BaseException) -> str:
+    """Return the error in one line; of torch's CheckpointException, which is no Exception, the lowest failed rank's."""
+    if not isinstance(error, CheckpointException):
+        return in_one_line(error)
     rank, (failure, _) = min(error.failures.items())
     return f"rank {rank}: {in_one_line(failure)}"
 

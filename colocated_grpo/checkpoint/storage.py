@@ -235,10 +235,8 @@ def newest_whole(folder: Path, note: Callable[[str], None]) -> SavedCheckpoint |
                 path.rename(target)
         return found
     if damaged:
-        raise RunError(
-            f"checkpoints {folder}: none of {len(damaged)} is whole ({_first(damaged)}); put back a copy of one, or "
-            "start a new run"
-        )
+        problem = f"checkpoints {folder}: none of {len(damaged)} is whole ({_first(damaged)})"
+        raise RunError(f"{problem}; put back a copy of one, or start a new run")
     return None
 
 
@@ -247,12 +245,10 @@ def read_whole(folder: Path) -> SavedCheckpoint:
     try:
         record = read_record(folder)
         if (version := record.get("format")) != FORMAT:
-            raise RunError(
-                f"checkpoint {folder}: has format {version}, but this version of colocated_grpo reads format {FORMAT}; "
-                "resume with the version that wrote it, or start a new run"
-            )
-        problem = damage(folder, record[FILES])
-        if problem is not None:
+            other = f"has format {version}, but this version of colocated_grpo reads format {FORMAT}"
+            advice = "resume with the version that wrote it, or start a new run"
+            raise RunError(f"checkpoint {folder}: {other}; {advice}")
+        if (problem := damage(folder, record[FILES])) is not None:
             raise DamagedCheckpoint(problem)
         layout = json.loads((folder / LAYOUT_FILE).read_text(encoding="utf-8"))
         metadata_of(layout, folder)

@@ -93,8 +93,7 @@ class Environments:
         for item in islice(items, count + MAX_DROPPED_HELD_OUT):
             if len(prompts) == count:
                 break
-            prompt = self.encoder.encode(item, index=first_index + len(prompts), source=source)
-            if prompt is None:
+            if (prompt := self.encoder.encode(item, index=first_index + len(prompts), source=source)) is None:
                 dropped += 1
             else:
                 prompts.append(prompt)
@@ -198,10 +197,9 @@ def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> base.Environ
 
     games = TurnGames(name, entry, run.seed)
     if games.delayed and run.loss.correction.mode == "off" and run.loss.old_logprobs == "trainer":
-        raise base.EnvironmentSetupError(
-            f"loss.correction.mode=off: turns of {name!r} train after the end of their game, with newer weights than "
-            "sampled them, and need importance weights; set another mode, or loss.old_logprobs=sampling"
-        )
+        problem = f"turns of {name!r} train after the end of their game, with newer weights than sampled them"
+        advice = "need importance weights; set another mode, or loss.old_logprobs=sampling"
+        raise base.EnvironmentSetupError(f"loss.correction.mode=off: {problem}, and {advice}")
     return base.Environment(name=name, items=games, scorer=games.scorer)
 
 

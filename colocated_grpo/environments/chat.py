@@ -193,8 +193,7 @@ class Conversation:
             raise ValueError(f"generate(max_tokens={max_tokens}): must be at least 1")
         if self._generating:
             raise RuntimeError("generate() was called while another turn of the same episode is being sampled")
-        room = self.room
-        if room < 1:
+        if (room := self.room) < 1:
             raise self._context_exhausted("a message")
         self._generating = True
         try:
@@ -216,8 +215,7 @@ class Conversation:
         The appended tokens are not trained. Raises ContextExhausted, and appends nothing, if no token would be left for
         the next message, and TypeError for anything else, such as a number.
         """
-        last = self._tokens.last
-        if last is None or not self._tokens.loss_mask[-1]:
+        if (last := self._tokens.last) is None or not self._tokens.loss_mask[-1]:
             raise RuntimeError("observe() must follow generate(); pass all messages in one call")
         try:
             chat = messages if isinstance(messages, str) else list(messages)

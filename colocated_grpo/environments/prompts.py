@@ -33,9 +33,8 @@ class PromptTemplate:
         try:
             tools, variables = _parsed(item, TOOLS), _parsed(item, VARIABLES)
             if not isinstance(tools, list | None) or not all(isinstance(tool, dict) for tool in tools or ()):
-                raise ValueError(
-                    f"{TOOLS} must be a list of JSON schemas, which the chat template reads, got {tools!r:.80}"
-                )
+                rule = "must be a list of JSON schemas, which the chat template reads"
+                raise ValueError(f"{TOOLS} {rule}, got {tools!r:.80}")
             if not isinstance(variables, dict | None):
                 raise ValueError(f"{VARIABLES} must be a mapping, got {variables!r:.80}")
             try:
@@ -85,9 +84,8 @@ def build_template(
     for variable in entry.chat_template_kwargs:
         check_is_read(tokenizer, f"{key}: {VARIABLES}.{variable}", variable)
     if entry.system_prompt is not None and tokenizer.chat_template is None:
-        raise EnvironmentSetupError(
-            f"{key}: system_prompt: the tokenizer has no chat template; set model.chat_template"
-        )
+        problem = "the tokenizer has no chat template; set model.chat_template"
+        raise EnvironmentSetupError(f"{key}: system_prompt: {problem}")
     in_rows = isinstance(entry, sources.DatasetSourceConfig)  # its rows already have the system prompt
     return PromptTemplate(
         tools=[_schema(tool, f"{key}: {TOOLS}.{number}") for number, tool in enumerate(entry.tools)],
@@ -98,15 +96,12 @@ def build_template(
 
 def check_is_read(tokenizer: "PreTrainedTokenizerBase", key: str, name: str) -> None:
     """Raise EnvironmentSetupError if no chat template contains `name`, because the setting would have no effect."""
-    templates = tokenizer.chat_template
-    if templates is None:
+    if (templates := tokenizer.chat_template) is None:
         raise EnvironmentSetupError(f"{key}: the tokenizer has no chat template that could read it; remove it")
     texts = templates.values() if isinstance(templates, dict) else [templates]
     if not any(re.search(rf"\b{re.escape(name)}\b", text) for text in texts):
-        raise EnvironmentSetupError(
-            f"{key}: the model's chat template does not read {name!r}, so it would have no effect; remove it, or set "
-            "model.chat_template"
-        )
+        problem = f"the model's chat template does not read {name!r}, so it would have no effect"
+        raise EnvironmentSetupError(f"{key}: {problem}; remove it, or set model.chat_template")
 
 
 def _schema(tool: Tool, key: str) -> JsonObject:
@@ -169,10 +164,8 @@ class PromptEncoder:
             self._last_dropped = len(token_ids)
             return None
         if self._vocab_size is not None and (largest := max(token_ids)) >= self._vocab_size:
-            raise EnvironmentSetupError(
-                f"environments {source!r}: a prompt has token {largest}, and the model's config.json has "
-                f"vocab_size={self._vocab_size}; the tokenizer belongs to another model"
-            )
+            problem = f"a prompt has token {largest}, and the model's config.json has vocab_size={self._vocab_size}"
+            raise EnvironmentSetupError(f"environments {source!r}: {problem}; the tokenizer belongs to another model")
         return Prompt(
             index=index,
             token_ids=token_ids,
@@ -187,10 +180,9 @@ class PromptEncoder:
     def no_usable_prompt(self, source: str, attempts: int) -> EnvironmentSetupError:
         """Return the error for a source with `attempts` consecutive prompts that encode() dropped."""
         last = f" (the last has {self._last_dropped})" if self._last_dropped else ""
-        return EnvironmentSetupError(
-            f"environments {source!r}: {attempts} consecutive prompts are empty or longer than "
-            f"rollout.max_prompt_tokens={self.max_prompt_tokens}{last}; raise the limit or shorten the prompts"
-        )
+        limit = f"rollout.max_prompt_tokens={self.max_prompt_tokens}{last}; raise the limit or shorten the prompts"
+        problem = f"{attempts} consecutive prompts are empty or longer than {limit}"
+        return EnvironmentSetupError(f"environments {source!r}: {problem}")
 
     def _render(
         self, prompt: str | list[Message], template: PromptTemplate, arguments: JsonObject, source: str
@@ -203,17 +195,15 @@ class PromptEncoder:
             if any(marker in prompt for marker in self._markers):
                 for name, unused in ((TOOLS, template.tools), ("system_prompt", template.system_prompt)):
                     if unused:
-                        raise EnvironmentSetupError(
-                            f"environments {source!r}: {name}: a prompt contains special tokens, so no chat template "
-                            f"is applied to it; write them into the prompts and remove {name}"
-                        )
+                        rule = "a prompt contains special tokens, so no chat template is applied to it"
+                        advice = f"write them into the prompts and remove {name}"
+                        raise EnvironmentSetupError(f"environments {source!r}: {name}: {rule}; {advice}")
                 return prompt, list(self.tokenizer.encode(prompt, add_special_tokens=False))
             prompt = [{"role": "user", "content": prompt}]
         elif self.tokenizer.chat_template is None:
-            raise EnvironmentSetupError(
-                f"environments {source!r}: prompts are chat messages and the tokenizer has no chat template; "
-                "set model.chat_template or use text prompts"
-            )
+            problem = "prompts are chat messages and the tokenizer has no chat template"
+            advice = "set model.chat_template or use text prompts"
+            raise EnvironmentSetupError(f"environments {source!r}: {problem}; {advice}")
         if template.system_prompt is not None:
             prompt = with_system_prompt(prompt, template.system_prompt)
         if TOOLS in arguments:  # an item may have its own

@@ -68,8 +68,7 @@ def check_names(sources: Iterable[EnvironmentConfig]) -> None:
 
 def check_name(kind: Kind, name: str) -> None:
     """Raise EnvironmentSetupError unless `name` is built in, adapted, or has the form of user code."""
-    library = name.partition(":")[0]
-    if library in kind.adapters or name in kind.built_in:
+    if (library := name.partition(":")[0]) in kind.adapters or name in kind.built_in:
         return
     if kind.noun == "turn environment" and library in KINDS["episode"].adapters:
         raise EnvironmentSetupError(f"environments {name!r}: it cannot be played turn by turn; it is a type: episode")
@@ -86,10 +85,8 @@ def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:
     key = f"environments {name!r}"
     if adapter := kind.adapters.get(library):
         if argument and adapter.argument in args:
-            raise EnvironmentSetupError(
-                f"{key}: args.{adapter.argument}={args[adapter.argument]!r}: "
-                "the name gives this argument already; leave it out"
-            )
+            given = f"args.{adapter.argument}={args[adapter.argument]!r}"
+            raise EnvironmentSetupError(f"{key}: {given}: the name gives this argument already; leave it out")
         return _own(adapter.factory), args | ({adapter.argument: argument} if argument else {})
     return (_own(kind.built_in[name]) if name in kind.built_in else load_object(name, key)), args
 

@@ -59,10 +59,9 @@ class GeneratedItems(base.Items):
         for item in _user_items(self._name, call, partial(self._task.prompts_from, seed, "train", start)):
             taken += 1
             yield item
-        raise base.EnvironmentSetupError(
-            f"environments {self._name!r}: prompts_from() ended after {taken} items; it must be endless: "
-            "define only prompts() for a finite task"
-        )
+        problem = f"prompts_from() ended after {taken} items"
+        advice = "it must be endless: define only prompts() for a finite task"
+        raise base.EnvironmentSetupError(f"environments {self._name!r}: {problem}; {advice}")
 
     def _endless(self, seed: int) -> Iterator[base.Item]:
         while True:
@@ -193,8 +192,7 @@ class PromptSource:
         stream = self.streams[name]
         for _ in range(stream.max_attempts):
             item = stream.take()
-            prompt = self.encoder.encode(item, index=self.num_prompts, source=name)
-            if prompt is not None:
+            if (prompt := self.encoder.encode(item, index=self.num_prompts, source=name)) is not None:
                 self.num_prompts += 1
                 self.mixture.counts[name] += not prompt.by_opponent
                 return prompt

@@ -53,11 +53,9 @@ def final_answer(text: str) -> str | None:
 
 def boxed(text: str) -> Hashable | None:
     r"""Return the content of the last \boxed{...} without TeX's layout, else the last number."""
-    start = text.rfind(BOX)
-    if start < 0:
+    if (start := text.rfind(BOX)) < 0:
         return builtin.marked_number(text)
-    inside = _balanced(text, start + len(BOX))
-    if inside is None:
+    if (inside := _balanced(text, start + len(BOX))) is None:
         return None
     plain = LAYOUT.sub("", inside).replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac").rstrip(".")
     if builtin.NUMBER.fullmatch(plain):

@@ -162,8 +162,7 @@ def make_kl_penalty(config: PolicyLoss) -> Penalty:
     Over tokens sampled from the policy, k3 has the gradient of KL(target || policy) and k2 that of KL(policy || target)
     (arXiv 2510.01555). The metric `kl` is k3 in both cases: its mean is the KL, and the mean of k2 is not.
     """
-    coef = config.kl.coef
-    if coef == 0:
+    if (coef := config.kl.coef) == 0:
         return lambda logprobs_N, inputs, weights_N: (torch.zeros_like(inputs.advantages_N), {})
     target = {"reference": _reference_logprobs, "rollout": sampling_logprobs}[config.kl.target]
     estimate = {"k3": _k3, "k2": lambda log_ratio_N: log_ratio_N.square() / 2}[config.kl.estimator]

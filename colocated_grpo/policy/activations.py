@@ -72,16 +72,13 @@ def min_checkpointed_blocks(
     footprint: measured without checkpointing. saved_per_token: bytes that one checkpointed block saves.
     Raises RunError if checkpointing every block is not enough.
     """
-    needed = footprint.bytes_needed(tokens, blocks)
-    if needed <= free:
+    if (needed := footprint.bytes_needed(tokens, blocks)) <= free:
         return 0
     least = needed - blocks * saved_per_token * tokens
     if least > free:
-        raise RunError(
-            f"batch.max_tokens_per_micro_batch={tokens}: a training step needs {least / GIB:.1f} GiB with every block "
-            f"checkpointed, and {free / GIB:.1f} GiB are usable; lower it, raise policy.context_parallel, or use more "
-            "GPUs"
-        )
+        needs = f"needs {least / GIB:.1f} GiB with every block checkpointed, and {free / GIB:.1f} GiB are usable"
+        advice = "lower it, raise policy.context_parallel, or use more GPUs"
+        raise RunError(f"batch.max_tokens_per_micro_batch={tokens}: a training step {needs}; {advice}")
     return min(blocks, ceil((needed - free) / (saved_per_token * tokens)))
 
 
@@ -129,11 +126,10 @@ def out_of_memory_in_one_line(max_tokens: int | Literal["auto"]) -> Generator[No
         yield
     except torch.OutOfMemoryError as error:
         why = in_one_line(error).partition(" If reserved ")[0]  # advice about torch's allocator follows
-        raise RunError(
-            f"batch.max_tokens_per_micro_batch={max_tokens}: a training step does not fit "
-            f"into device memory ({why}); lower it, set policy.gradient_checkpointing to true, free the engine's "
-            f"memory (engine.sleep true, sync_frequency 1), {TO_HOST}"
-        ) from error
+        problem = f"batch.max_tokens_per_micro_batch={max_tokens}: a training step does not fit into device memory"
+        less = "lower it, set policy.gradient_checkpointing to true"
+        room = f"free the engine's memory (engine.sleep true, sync_frequency 1), {TO_HOST}"
+        raise RunError(f"{problem} ({why}); {less}, {room}") from error
 
 
 class Fit(NamedTuple):
@@ -174,10 +170,8 @@ def fit_to_memory(policy: Policy, step: StepSettings, world: World) -> Fit:
         # The estimate is conservative: if no size fits by it, the smallest may still fit, or a step ends the run.
         return next(_sizes_that_fit(sizes, _measure_all_ranks(policy, step, world), policy), Fit(sizes[-1]))
     except torch.OutOfMemoryError as error:
-        raise RunError(
-            f"batch.max_tokens_per_micro_batch={step.max_tokens}: a trial step of {step.trial_sizes()[1]} tokens does "
-            f"not fit beside weights, optimizer state and engine; {TO_HOST}"
-        ) from error
+        tried = f"batch.max_tokens_per_micro_batch={step.max_tokens}: a trial step of {step.trial_sizes()[1]} tokens"
+        raise RunError(f"{tried} does not fit beside weights, optimizer state and engine; {TO_HOST}") from error
 
 
 def fit_tokens_and_blocks(policy: Policy, step: StepSettings, world: World) -> Fit:

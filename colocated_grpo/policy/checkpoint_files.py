@@ -174,25 +174,19 @@ def download_model(config: ModelConfig, key: str) -> Path:
 def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
     """Download the matching files into the Hub cache and return the model's folder there. Raises RunError."""
     try:
-        return Path(
-            snapshot_download(
-                config.name, revision=config.revision, allow_patterns=wanted, ignore_patterns=UNWANTED_FILES
-            )
-        )
+        patterns = {"allow_patterns": wanted, "ignore_patterns": UNWANTED_FILES}
+        return Path(snapshot_download(config.name, revision=config.revision, **patterns))
     except (HTTPError, OSError, RuntimeError) as error:  # broken connections in httpx, sockets and hf_xet
-        raise RunError(
-            f"{key}={config.name!r}: cannot be downloaded: {in_one_line(error)}; check network, disk and "
-            "HF_TOKEN, and start again: files that are complete are kept"
-        ) from error
+        advice = "check network, disk and HF_TOKEN, and start again: files that are complete are kept"
+        problem = f"cannot be downloaded: {in_one_line(error)}"
+        raise RunError(f"{key}={config.name!r}: {problem}; {advice}") from error
 
 
 def check_export(setting: str, folder: Path) -> None:
     """Raise ConfigError if a folder with checksums, such as a run's export, is damaged. Other folders pass."""
-    problem = exported_damage(folder)
-    if problem is not None:
-        raise ConfigError(
-            f"{setting}: {problem}; export it again, or delete {CHECKSUMS_FILE} there if you made the change"
-        )
+    if (problem := exported_damage(folder)) is not None:
+        damaged = f"{setting}: {problem}"
+        raise ConfigError(f"{damaged}; export it again, or delete {CHECKSUMS_FILE} there if you made the change")
 
 
 class CheckpointReader:
@@ -212,9 +206,8 @@ class CheckpointReader:
             try:
                 self._add_safetensors(file) if file.suffix == ".safetensors" else self._add_torch(file)
             except (OSError, EOFError, RuntimeError, SafetensorError, UnpicklingError) as error:
-                raise ConfigError(
-                    f"model.name={str(folder)!r}: cannot read {file.name} ({in_one_line(error)}); download it again"
-                ) from error
+                problem = f"cannot read {file.name} ({in_one_line(error)})"
+                raise ConfigError(f"model.name={str(folder)!r}: {problem}; download it again") from error
         if not self._stored:
             raise ConfigError(f"model.name={str(folder)!r}: the folder has no *.safetensors or pytorch_model*.bin")
         self._convert(own_names(folder), read_conversion(folder))

@@ -95,8 +95,7 @@ all_to_all.register_autograd(lambda ctx, grad: (all_to_all(grad, ctx.group), Non
 
 def with_group_sums(micro_batch: MicroBatch) -> MicroBatch:
     """Return the micro-batch with per-completion sums taken over its context-parallel group."""
-    context = micro_batch.tokens.context
-    if context is None:
+    if (context := micro_batch.tokens.context) is None:
         return micro_batch
     ranks = _ranks_of(context.name)
     return micro_batch.with_inputs(sum_over_group=lambda sums_S: _AllReduceSum.apply(sums_S, ranks))

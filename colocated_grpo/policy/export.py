@@ -170,8 +170,7 @@ class _Writer:
     def close(self) -> None:
         """Write the last file and the index, and rename all files: the final names contain the number of files."""
         self._flush()
-        count = len(self._files)
-        if count == 1:
+        if (count := len(self._files)) == 1:
             self._part(0).rename(self._folder / "model.safetensors")
             return
         names = [f"model-{index + 1:05d}-of-{count:05d}.safetensors" for index in range(count)]

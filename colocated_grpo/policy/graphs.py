@@ -231,10 +231,8 @@ class GraphedGradient:
             result = self.gradient(micro_batch, denominator)
             self._kept |= {p: p.grad for p in self.parameters if p.grad is not None}
             return result
-        graph = self._graphs[shape]
-        if graph is None:
-            graph = _Graph(self.gradient, self.to_device(micro_batch), self._pool)
-            self._graphs[shape] = graph
+        if (graph := self._graphs[shape]) is None:
+            graph = self._graphs[shape] = _Graph(self.gradient, self.to_device(micro_batch), self._pool)
         self.replays += 1
         return graph.replay(micro_batch, denominator)
 

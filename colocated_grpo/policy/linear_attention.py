@@ -149,10 +149,8 @@ def kernel() -> DeltaRule:
         # pyrefly: ignore[missing-import]  (installed only with CUDA)
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule
     except ImportError as error:
-        raise ConfigError(
-            "training linear attention on GPUs needs flash-linear-attention: "
-            f"pip install 'colocated-grpo[linear-attention]' ({in_one_line(error)})"
-        ) from error
+        advice = f"pip install 'colocated-grpo[linear-attention]' ({in_one_line(error)})"
+        raise ConfigError(f"training linear attention on GPUs needs flash-linear-attention: {advice}") from error
     _check_triton()
     return chunk_gated_delta_rule
 

@@ -159,9 +159,8 @@ def build_empty(
                 hf_config, attn_implementation=attention, dtype=torch.float32, trust_remote_code=trust_remote_code
             )
         except Exception as error:  # a missing package of the model's own code, or sizes that cannot be built
-            raise ConfigError(
-                f"model.name={hf_config.name_or_path!r}: cannot be built: {in_one_line(error)}"
-            ) from error
+            problem = f"cannot be built: {in_one_line(error)}"
+            raise ConfigError(f"model.name={hf_config.name_or_path!r}: {problem}") from error
     # Models with their own code have no rule in `check_trains`.
     if lm._is_stateful and not pack_linear_attention(lm):
         raise ConfigError(f"model type {hf_config.model_type!r}: layers that carry a state from token to token")
@@ -234,9 +233,8 @@ def compiler_errors_in_one_line() -> Generator[None]:
         yield
     except TorchDynamoException as error:
         cause = in_one_line(getattr(error, "inner_exception", error))
-        raise RunError(
-            f"policy.compile: torch {torch.__version__} cannot compile the model; set it to false ({cause})"
-        ) from error
+        problem = f"torch {torch.__version__} cannot compile the model; set it to false"
+        raise RunError(f"policy.compile: {problem} ({cause})") from error
 
 
 def shard(model: PackedLM, mesh: DeviceMesh, dtype: torch.dtype, *, offloaded: bool) -> None:

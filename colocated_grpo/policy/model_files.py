@@ -64,8 +64,7 @@ def load_tokenizer(model: ModelConfig, folder: Path) -> PreTrainedTokenizerBase:
             tokenizer = _without_mistral_common(model, source)
         if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers (5.19) makes of a folder without files
             raise FileNotFoundError(f"no tokenizer files in {source}")
-        template = model.chat_template
-        if template is not None:
+        if (template := model.chat_template) is not None:
             tokenizer.chat_template = template if is_inline(template) else Path(template).read_text(encoding="utf-8")
         elif tokenizer.chat_template is None and (folder / PROCESSOR_TEMPLATE).is_file():
             entries = json.loads((folder / PROCESSOR_TEMPLATE).read_text(encoding="utf-8"))
@@ -92,10 +91,9 @@ def _without_mistral_common(model: ModelConfig, folder: Path) -> PreTrainedToken
     a chat template, and prompts would become plain text. vLLM requires mistral-common.
     """
     if not (folder / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"model.name={model.name!r}: its only tokenizer is Mistral's tekken.json, which has no chat template; add "
-            "the tokenizer.json and chat template of another release of the model"
-        )
+        problem = "its only tokenizer is Mistral's tekken.json, which has no chat template"
+        advice = "add the tokenizer.json and chat template of another release of the model"
+        raise ConfigError(f"model.name={model.name!r}: {problem}; {advice}")
     return PreTrainedTokenizerFast.from_pretrained(folder)
 
 
@@ -118,8 +116,6 @@ def stop_token_ids(tokenizer: PreTrainedTokenizerBase, folder: Path) -> tuple[in
             raise ConfigError(f"{setting}: cannot read {settings.name}: {in_one_line(error)}") from None
     for one in ids - {None}:
         if not isinstance(one, int) or not 0 <= one < vocabulary:
-            raise ConfigError(
-                f"{setting}: eos_token_id={one!r:.60} (tokenizer or {settings.name}) is not one of the model's "
-                f"{vocabulary} tokens"
-            )
+            found = f"eos_token_id={one!r:.60} (tokenizer or {settings.name})"
+            raise ConfigError(f"{setting}: {found} is not one of the model's {vocabulary} tokens")
     return tuple(sorted(ids - {None}))

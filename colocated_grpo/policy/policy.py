@@ -18,21 +18,13 @@ from colocated_grpo.losses.inputs import ChunkedLoss, LossFn, LossInputs
 from colocated_grpo.losses.objectives import make_chunked_loss, make_denominator, make_loss
 from colocated_grpo.losses.parts import apply_mask, mismatch, weighted_mean
 from colocated_grpo.metrics import Metrics, Stat
+from colocated_grpo.policy import graphs, model_loader, optimizers
 from colocated_grpo.policy.blocks import blocks_of, num_checkpointed
 from colocated_grpo.policy.context_parallel import with_group_sums
-from colocated_grpo.policy.graphs import GraphedGradient, Replayed, Result, has_static_shapes
 from colocated_grpo.policy.logprobs import linear_loss
 from colocated_grpo.policy.lora.linear import AdaptedLinear
 from colocated_grpo.policy.masters import Weights
 from colocated_grpo.policy.model import PackedLM, compiler_errors_in_one_line
-from colocated_grpo.policy.model_loader import ModelLoader
-from colocated_grpo.policy.optimizers import (
-    LocalShardOptimizer,
-    OptimizerOffload,
-    Update,
-    build_optimizer,
-    learning_rate,
-)
 from colocated_grpo.policy.routing import LoadBalancing
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import LossConfig
@@ -65,16 +57,16 @@ class Policy:
     """
 
     def __init__(self, config: Config, hf_config: PretrainedConfig, folder: Path, world: World) -> None:
-        loader = ModelLoader(config, hf_config, folder, world)
+        loader = model_loader.ModelLoader(config, hf_config, folder, world)
         self.weights = loader.weights()
         self.model = self.weights.model
         self.device = world.device
         self.context = world.context
         assert config.policy.context_parallel == (1 if world.context is None else world.context.size)
         self.dtype = loader.dtype
-        parameters = list(self.parameters().values())
-        optimizer = build_optimizer(parameters, config.policy.optimizer, config.policy.lr)
-        self.update = Update(optimizer, parameters, self.weights.publish, config.policy.grad_clip, self.device)
+        trained = list(self.parameters().values())
+        optimizer = optimizers.build_optimizer(trained, config.policy.optimizer, config.policy.lr)
+        self.update = optimizers.Update(optimizer, trained, self.weights.publish, config.policy.grad_clip, self.device)
         self.version = 0
         """Completed optimizer steps."""
         self.fixed_lr: float | None = None
@@ -86,12 +78,12 @@ class Policy:
         self._sum_over_ranks = world.sum_
         self._total_steps = config.optimizer_steps
         self._objective = make_objective(config.loss)
-        self._gradient: Callable[[MicroBatch, float], Result] = self._plain_gradient
+        self._gradient: Callable[[MicroBatch, float], graphs.Result] = self._plain_gradient
         self._measure_norm: Callable[[], None] = self.update.measure_norm
         self._apply_update: Callable[[], None] = self.update.apply
         self._denominator = make_denominator(config.loss, config.rollout.max_completion_tokens)
         offloads = config.policy.offload_optimizer and self.device.type == "cuda"
-        self.offload = OptimizerOffload(self.optimizer) if offloads else None
+        self.offload = optimizers.OptimizerOffload(self.optimizer) if offloads else None
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the trained fp32 parameters by name, in the same order on every rank."""
@@ -113,12 +105,12 @@ class Policy:
     @property
     def optimizer_state_is_local(self) -> bool:
         """True if plain tensors in the optimizer's state differ from rank to rank."""
-        return isinstance(self.optimizer, LocalShardOptimizer)
+        return isinstance(self.optimizer, optimizers.LocalShardOptimizer)
 
     def optimizer_states(self) -> dict[str, dict[str, Any]]:
         """Return the optimizer's state by parameter name. Callers may replace the values of the inner dicts."""
         parameters, optimizer = self.parameters(), self.optimizer
-        keys = optimizer.shards if isinstance(optimizer, LocalShardOptimizer) else parameters.values()
+        keys = optimizer.shards if isinstance(optimizer, optimizers.LocalShardOptimizer) else parameters.values()
         return {name: optimizer.state[key] for name, key in zip(parameters, keys, strict=True)}
 
     def with_old_logprobs(self, batch: Batch) -> Batch:
@@ -190,7 +182,7 @@ class Policy:
         self.weights.reduce_gradients()
         self.weights.release()
 
-    def _plain_gradient(self, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
+    def _plain_gradient(self, micro_batch: MicroBatch, denominator: Tensor | float) -> graphs.Result:
         """Add a micro-batch's gradient to the gradients. Returns its loss and statistics."""
         inputs = with_group_sums(_on_device(micro_batch, self.device))
         loss, stats = self._objective(self.model, inputs, denominator)
@@ -204,9 +196,9 @@ class Policy:
         between steps. Call when the micro-batch size and the checkpointed blocks are decided.
         """
         model = self.model
-        if not has_static_shapes(model, self.device, self.dtype) or num_checkpointed(model):
+        if not graphs.has_static_shapes(model, self.device, self.dtype) or num_checkpointed(model):
             return False
-        graphed = GraphedGradient(
+        graphed = graphs.GraphedGradient(
             self._plain_gradient,
             list(self.parameters().values()),
             partial(_on_device, device=self.device),
@@ -219,8 +211,8 @@ class Policy:
             update, stay = self.update, graphed.keeps_gradients
             for group in self.optimizer.param_groups:
                 group.update(lr=torch.zeros((), device=self.device), capturable=True)
-            self._measure_norm = Replayed(update.measure_norm, update.gradients, stay)
-            self._apply_update = Replayed(update.apply, update.moving_tensors, stay)
+            self._measure_norm = graphs.Replayed(update.measure_norm, update.gradients, stay)
+            self._apply_update = graphs.Replayed(update.apply, update.moving_tensors, stay)
         return True
 
     @torch.no_grad()
@@ -237,11 +229,11 @@ class Policy:
         self._measure_norm()
         grad_norm = self.update.norm.item()
         if not math.isfinite(grad_norm):
-            raise RunError(
-                f"optimizer step {self.version}: the gradient norm is {grad_norm}; no weight was changed. "
-                "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
-            )
-        lr = learning_rate(self._config, self.version, self._total_steps) if self.fixed_lr is None else self.fixed_lr
+            problem = f"the gradient norm is {grad_norm}; no weight was changed"
+            advice = "Resume from the last checkpoint with a lower policy.lr or policy.grad_clip"
+            raise RunError(f"optimizer step {self.version}: {problem}. {advice}")
+        scheduled = optimizers.learning_rate(self._config, self.version, self._total_steps)
+        lr = scheduled if self.fixed_lr is None else self.fixed_lr
         self.update.set_lr(lr)
         self._apply_update()
         self.optimizer.zero_grad(set_to_none=True)
@@ -271,7 +263,7 @@ def _moved(value: object, device: torch.device) -> Any:
     return value.to(device, non_blocking=True)
 
 
-Objective = Callable[[PackedLM, MicroBatch, Tensor | float], Result]
+Objective = Callable[[PackedLM, MicroBatch, Tensor | float], graphs.Result]
 """(model, micro-batch on the device, denominator) -> (loss to call backward on, metrics)."""
 
 
@@ -287,7 +279,7 @@ def unfused_objective(loss_fn: LossFn) -> Objective:
     The backward pass computes the logits again.
     """
 
-    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> graphs.Result:
         logprobs_N, entropy_N = model(micro_batch.tokens)
         output = loss_fn(logprobs_N, micro_batch.loss_inputs)
         return output.loss_sum / denominator, output.metrics | _entropy(entropy_N, micro_batch)
@@ -301,7 +293,7 @@ def fused_objective(loss_fn: LossFn, chunked_loss: ChunkedLoss) -> Objective:
     The forward pass then also computes the gradients.
     """
 
-    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> Result:
+    def objective(model: PackedLM, micro_batch: MicroBatch, denominator: Tensor | float) -> graphs.Result:
         chunk_loss = chunked_loss(micro_batch.loss_inputs)
         head = partial(linear_loss, loss_of=lambda tokens, logprobs_C: chunk_loss(tokens, logprobs_C) / denominator)
         loss, logprobs_N, entropy_N = model(micro_batch.tokens, head)

@@ -142,8 +142,7 @@ class _Batch:
         """Start whole groups while there is room. Returns False when the queue is empty."""
         room, size = min(self._driver.max_num_seqs, queue.max_running), self._job.group_size
         while self.running < room and not self._exhausted:
-            index = queue.take()
-            if index is None:
+            if (index := queue.take()) is None:
                 self._exhausted = True  # taking again would cost a store round trip per decode step
             elif self._job.prompts[index].source in self._episodes.episodes:
                 self._episodes.start(self._job, index)

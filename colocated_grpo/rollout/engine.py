@@ -2,28 +2,14 @@
 
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol, Self
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor, nn
 
+from colocated_grpo.settings.generation import RepetitionDetectionConfig
 from colocated_grpo.types import Completion
 
 Part = Literal["weights", "kv_cache"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RepetitionDetection:
-    """Ends a completion whose last tokens are `min_count` equal patterns of at most `max_pattern_size` tokens."""
-
-    max_pattern_size: int
-    min_count: int
-
-    @classmethod
-    def of(cls, settings: Any) -> Self | None:
-        """settings: an object with the same fields, or None."""
-        if settings is None:
-            return None
-        return cls(max_pattern_size=settings.max_pattern_size, min_count=settings.min_count)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +24,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
-    repetition_detection: RepetitionDetection | None = None
+    repetition_detection: RepetitionDetectionConfig | None = None
+    """Ends a completion whose last tokens are `min_count` equal patterns of at most `max_pattern_size` tokens."""
 
 
 def only_temperature(settings: Any) -> bool:

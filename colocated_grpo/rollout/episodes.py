@@ -116,8 +116,7 @@ class EpisodeRunner:
     def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
         """Yield the prompts whose last episode has ended since the last call, with all rollouts of each."""
         while self._ended:
-            playing = self._ended.popleft()
-            if playing in self._playing:
+            if (playing := self._ended.popleft()) in self._playing:
                 yield from self._store(playing, playing.task.result())
 
     def give_up_overdue(self) -> Iterator[tuple[int, list[Rollout]]]:

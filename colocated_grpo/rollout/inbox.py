@@ -187,8 +187,7 @@ class Driver:
         admission costs (the ski-rental rule) costs at most twice the best schedule.
         """
         in_engine = self.running - len(self._queue)
-        admissible = min(len(self._queue), self.max_num_seqs - in_engine)
-        if not admissible:
+        if not (admissible := min(len(self._queue), self.max_num_seqs - in_engine)):
             return
         self._steps_queued += 1
         self._slot_steps_lost += admissible
@@ -203,8 +202,7 @@ class Driver:
         except ValueError as error:  # too long for the engine, or unsupported sampling settings
             self.running -= 1
             self._listeners.pop(request.key, None)
-            future = self._futures.pop(request.key, None)
-            if future is None:
+            if (future := self._futures.pop(request.key, None)) is None:
                 raise
             settle(future, error)
 

@@ -108,8 +108,7 @@ class PartialSupply(Supply):
                 return None
         batch.add(self.interrupt())
         collector.driver.abort()  # requests that have not reached the engine
-        scored = collector.groups(calls, sampling, time.monotonic())
-        if scored is None:
+        if (scored := collector.groups(calls, sampling, time.monotonic())) is None:
             return None
         self._scored |= scored
         chosen, self._left = batch.split(wanted)
@@ -223,8 +222,7 @@ def _request(
 
 def continued(first: Completion, rest: Completion) -> Completion:
     """Return a completion with the tokens of both. `rest` was sampled later, perhaps with newer weights."""
-    start = len(first.token_ids)
-    if not start:
+    if not (start := len(first.token_ids)):
         return rest
     if not rest.token_ids:
         return replace(first, finish_reason=rest.finish_reason)
@@ -246,9 +244,8 @@ def new_group(prompt: Prompt, step: int, group_size: int) -> Pending:
     except (TypeError, ValueError) as error:
         problem = str(error)
     if problem is not None:
-        raise EnvironmentSetupError(
-            f"rollout.partial: an item of {prompt.source!r} cannot be stored in a checkpoint: {problem}; make it JSON"
-        )
+        what = f"an item of {prompt.source!r} cannot be stored in a checkpoint"
+        raise EnvironmentSetupError(f"rollout.partial: {what}: {problem}; make it JSON")
     empty = Completion(token_ids=[], sampling_logprobs=[], finish_reason=UNFINISHED, policy_version=0)
     return Pending(prompt=prompt, step=step, completions=[empty] * group_size)
 

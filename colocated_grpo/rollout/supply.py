@@ -108,8 +108,7 @@ class PromptSupply(Supply):
             self._before = self._before or source.state_dict()
             return source.next(count)
 
-        prompts = self.collector.world.from_main(draw)
-        if prompts is None:
+        if (prompts := self.collector.world.from_main(draw)) is None:
             raise Stopped
         return prompts
 
@@ -140,10 +139,9 @@ class PromptSupply(Supply):
         if self.source is None:
             return
         if groups := sum(map(len, state.get(PENDING, []))):
-            raise EnvironmentSetupError(
-                f"rollout.partial=null: the checkpoint has {groups} unfinished groups; train them first with "
-                f"rollout.partial.oversample: 1 ({self.config.prompts_per_step} in each step)"
-            )
+            advice = f"rollout.partial.oversample: 1 ({self.config.prompts_per_step} in each step)"
+            problem = f"the checkpoint has {groups} unfinished groups; train them first with {advice}"
+            raise EnvironmentSetupError(f"rollout.partial=null: {problem}")
         self.source.load_state_dict(state)
 
 
@@ -250,10 +248,8 @@ class MixedSupply(Supply):
 
     def load_state_dict(self, state: JsonObject) -> None:
         if state.keys() != {"sampled", "served"}:
-            raise EnvironmentSetupError(
-                "environments: the checkpoint's run had no atropos entry beside others; an exact resume needs the same "
-                "entries"
-            )
+            problem = "the checkpoint's run had no atropos entry beside others; an exact resume needs the same entries"
+            raise EnvironmentSetupError(f"environments: {problem}")
         self._sampled.load_state_dict(state["sampled"])
         self._served.load_state_dict(state["served"])
 

@@ -175,9 +175,8 @@ def init_world(store: dist.Store | None = None, *, replicate_nodes: bool = False
 def mesh_of_nodes(device: torch.device, control: dist.ProcessGroup) -> DeviceMesh:
     """Return the mesh with axes "replicate" and "shard". control: `World.control`. Raises ConfigError. Collective."""
     if "LOCAL_WORLD_SIZE" not in os.environ:  # ranks started by hand
-        raise ConfigError(
-            "policy.replicate=nodes: LOCAL_WORLD_SIZE is not set; start with the launcher, torchrun or srun"
-        )
+        advice = "start with the launcher, torchrun or srun"
+        raise ConfigError(f"policy.replicate=nodes: LOCAL_WORLD_SIZE is not set; {advice}")
     own = (int(os.environ["LOCAL_WORLD_SIZE"]), int(os.environ["LOCAL_RANK"]))
     places = [(0, 0)] * control.size()
     dist.all_gather_object(places, own, group=control)
@@ -292,8 +291,7 @@ def use_deterministic_kernels() -> None:
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 31-bit seed that depends only on the parts. Not collective."""
-    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") & 0x7FFFFFFF
 
 
 def seed_everything(seed: int) -> None:

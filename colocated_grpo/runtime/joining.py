@@ -162,10 +162,8 @@ def _meet(store: dist.Store, watchdog: Watchdog, rank: int, size: int, deadline:
             try:
                 watchdog.links.connect(other, address)
             except OSError as error:
-                raise RunError(
-                    f"rank {other}: rank 0 cannot connect to {address.host}, port {address.port} "
-                    f"({error.strerror or error}); all nodes need free ports between each other"
-                ) from error
+                problem = f"rank 0 cannot connect to {address.host}, port {address.port} ({error.strerror or error})"
+                raise RunError(f"rank {other}: {problem}; all nodes need free ports between each other") from error
     _choose_gloo_interface(rank, members)
 
 

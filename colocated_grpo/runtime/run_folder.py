@@ -48,8 +48,7 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
     Raises ConfigError if the run to resume does not exist, or if a new run would overwrite an existing one.
     """
     if resume == AUTO:
-        newest = newest_run(output, run_name, prefix)
-        if newest is not None:
+        if (newest := newest_run(output, run_name, prefix)) is not None:
             return _without_links(newest)
     elif resume is not None:
         given = Path(resume)
@@ -61,9 +60,8 @@ def choose_run_folder(output: Path, run_name: str | None, resume: str | None, pr
         return _without_links(given)
     folder = output / (run_name or f"{prefix}-{time.strftime('%Y%m%d-%H%M%S')}")
     if complete_checkpoints(folder / CHECKPOINTS) and resume is None:
-        raise ConfigError(
-            f"run_name={run_name!r}: {folder} already contains a run; add --resume, or choose another name"
-        )
+        advice = "add --resume, or choose another name"
+        raise ConfigError(f"run_name={run_name!r}: {folder} already contains a run; {advice}")
     return folder
 
 
@@ -73,8 +71,7 @@ def check_resumed(config: Config, resume: str | None, name: str) -> None:
     Only shapes are compared, not names: a model's folder may have moved, and the checkpoint provides the weights.
     """
     folder = choose_run_folder(Path(config.output_dir), config.run_name, resume, name)
-    checkpoints = complete_checkpoints(folder / CHECKPOINTS)
-    if not checkpoints:
+    if not (checkpoints := complete_checkpoints(folder / CHECKPOINTS)):
         return
     shape, saved = shape_of(read_config_json(config.model)), saved_shape(checkpoints[-1])
     if (key := first_difference(shape, saved)) is not None:
@@ -187,10 +184,8 @@ def _without_links(folder: Path) -> Path:
     """Return `folder`. Raises ConfigError if it contains a symbolic link: a resumed run rewrites its files."""
     for path in folder.iterdir() if folder.is_dir() else ():
         if path.is_symlink():
-            raise ConfigError(
-                f"--resume: {path} is a symbolic link, through which the run would write elsewhere; replace it by the "
-                "file or folder that it leads to"
-            )
+            problem = f"--resume: {path} is a symbolic link, through which the run would write elsewhere"
+            raise ConfigError(f"{problem}; replace it by the file or folder that it leads to")
     return folder
 
 

@@ -163,8 +163,7 @@ class Watchdog:
         If the store is gone, all ranks detect it, and one live rank of each node reports it.
         """
         claim = json.dumps([self.rank, line])
-        first = _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))
-        if first is None:
+        if (first := _within(STORE_SECONDS, lambda: self._store.compare_set(FAILED_KEY, "", claim))) is None:
             return self.rank < min({*self._siblings.values()} - {*dead}, default=self.rank + 1)
         return first.decode() == claim
 
@@ -185,8 +184,7 @@ class Watchdog:
     def report_failure(self, line: str) -> bool:
         """Stop watching and make others exit. Return True if this rank failed first; else wait and return False."""
         self.stop_watching()
-        first = self._is_first(line, self._dead_ranks())
-        if not first:
+        if not (first := self._is_first(line, self._dead_ranks())):
             self.show_failure_of_other_node()
         if not first or self.serves_store:  # the other ranks read the first failure in the store of this process
             time.sleep(DELAY_AFTER_FIRST_FAILURE)

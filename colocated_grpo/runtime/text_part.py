@@ -25,8 +25,7 @@ def read_text_config(folder: Path, *, trust_remote_code: bool) -> PretrainedConf
     """
     whole = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)
     text = whole.get_text_config()
-    module = MODULES.get((whole.model_type, text.model_type))
-    if module is None:
+    if (module := MODULES.get((whole.model_type, text.model_type))) is None:
         return whole
     if (kind := TRAINED_AS.get(text.model_type)) is None:
         text = copy.deepcopy(text)

@@ -65,8 +65,7 @@ def _problem(options: ServeOptions) -> str | None:
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         advice = "start a server without torchrun, and with --tensor-parallel-size for several GPUs"
         return f"RANK, WORLD_SIZE: set; {advice}"
-    variable = options.api_key_variable
-    if variable is not None and not os.environ.get(variable):
+    if (variable := options.api_key_variable) is not None and not os.environ.get(variable):
         return f"--api-key-variable={variable}: this environment variable is not set; export it"
     try:
         family = socket.AF_INET6 if ":" in options.host else socket.AF_INET

@@ -182,14 +182,11 @@ class BroadcastSync:
             self._group = JoinedGroup(store, 0, size, self.world.device, timeout)
         except MissingMembers as error:
             urls = _urls([members[rank - 1] for rank in error.ranks])
-            raise RunError(
-                f"engine.urls={urls}: did not join the weight sync within engine.server_timeout={timeout:g} s; "
-                "look into the log of the server"
-            ) from None
+            problem = f"did not join the weight sync within engine.server_timeout={timeout:g} s"
+            raise RunError(f"engine.urls={urls}: {problem}; look into the log of the server") from None
         except RuntimeError as error:
-            raise RunError(
-                f"engine.urls={_urls(members)}: did not join the weight sync ({in_one_line(error)})"
-            ) from None
+            problem = f"did not join the weight sync ({in_one_line(error)})"
+            raise RunError(f"engine.urls={_urls(members)}: {problem}") from None
         return instances
 
 
@@ -261,8 +258,7 @@ class RestartSync:
 
         def restarted() -> None:
             info = server.info()
-            instance = info["instance"]
-            if instance != former and info["model"] == model:
+            if (instance := info["instance"]) != former and info["model"] == model:
                 _require_same(server, info["exported"], Path(model))
                 return
             if instance not in accepted:
@@ -280,7 +276,5 @@ class RestartSync:
 def _require_same(server: EngineServer, loaded: str | None, folder: Path) -> None:
     """Raise RunError unless the server has loaded the files in `folder`. loaded: the server's `exported_digest`."""
     if loaded != checksums.exported_digest(folder):
-        raise RunError(
-            f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here: it does not see "
-            "the folder as the trainer has written it"
-        )
+        problem = f"weight sync: the engine at {server.url} has loaded other files than {folder} holds here"
+        raise RunError(f"{problem}: it does not see the folder as the trainer has written it")

@@ -227,8 +227,7 @@ def add_control_routes(
     async def init(request: Request) -> JSONResponse:
         offer = await read_json(request, Offer.from_json)
         # The response does not wait for the join, because the trainer joins only after all servers have accepted.
-        joined = control.join_trainer(partial(call, "join", offer))
-        joined.add_done_callback(note_failure)
+        control.join_trainer(partial(call, "join", offer)).add_done_callback(note_failure)
         return JSONResponse({"accepted": True})
 
     @trainers.post("/bridge/update")
@@ -270,7 +269,5 @@ def check_adapter(model: Path, folder: str) -> None:
             rank = factor.shape[:1]
             if other is None or (factor.shape[1:], other.shape[:1], other.shape[1:]) != (weight[1:], weight[:1], rank):
                 theirs = "none" if other is None else list(other.shape)
-                raise ValueError(
-                    f"adapter {folder!r}: {layer} has the factors {list(factor.shape)} and {theirs}, which do not fit "
-                    f"the model's {list(weight)}"
-                )
+                found = f"{layer} has the factors {list(factor.shape)} and {theirs}"
+                raise ValueError(f"adapter {folder!r}: {found}, which do not fit the model's {list(weight)}")

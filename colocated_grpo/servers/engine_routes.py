@@ -191,8 +191,7 @@ def add_engine_routes(app: FastAPI, control: EngineControl, inbox: Inbox, sessio
     @routes.post("/requests")
     async def requests(request: Request) -> JSONResponse:
         body = await read_json(request, RequestsBody.from_json)
-        session = sessions.get(body.client)
-        if session is None:
+        if (session := sessions.get(body.client)) is None:
             raise HTTPException(CONFLICT, "no stream of this client is open; GET /engine/stream first")
         if body.policy_version != (version := control.policy_version):
             raise HTTPException(CONFLICT, f"the weights have version {version}, not {body.policy_version}")

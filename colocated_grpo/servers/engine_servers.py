@@ -114,10 +114,9 @@ class EngineServer:
             if self._stop_requested():
                 raise RunError(f"engine.urls={self.url}: stopped while waiting for the server ({reason})")
             if time.monotonic() > begun + self.timeout:
-                raise RunError(
-                    f"engine.urls={self.url}: no answer within engine.server_timeout={self.timeout:g} s ({reason}); "
-                    "start it with colocated-grpo serve, or look into its log"
-                )
+                problem = f"no answer within engine.server_timeout={self.timeout:g} s ({reason})"
+                advice = "start it with colocated-grpo serve, or look into its log"
+                raise RunError(f"engine.urls={self.url}: {problem}; {advice}")
             time.sleep(RETRY_SECONDS)
 
     def post(self, path: str, body: Mapping[str, object] | None = None) -> Any:
@@ -184,9 +183,8 @@ def plan_servers(launch: Launch, config: Config, environment: Mapping[str, str])
             raise ConfigError(f"--engine-gpus={launch.engine_gpus}: must be absent, as {reason}")
         return None
     if launch.nodes > 1:
-        raise ConfigError(
-            "engine.urls: empty; with several nodes start servers with colocated-grpo serve and name them"
-        )
+        advice = "with several nodes start servers with colocated-grpo serve and name them"
+        raise ConfigError(f"engine.urls: empty; {advice}")
     devices, trainer_devices = _divide_gpus(launch, engine, environment)
     command = serve_command(config.model, engine, config.policy, engine.max_model_len or config.max_sequence_tokens)
     return local_servers(command, launch.log_dir or Path(config.output_dir), devices, trainer_devices)
@@ -213,10 +211,9 @@ def _divide_gpus(
     """Return the visible devices of each server and of the ranks."""
     size = engine.tensor_parallel_size
     if launch.engine_gpus == 0 and launch.gpus and engine.bridge == "broadcast":
-        raise ConfigError(
-            f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as NCCL does not connect two "
-            "processes on one GPU; on one GPU use engine.placement: colocated, or engine.bridge: shared"
-        )
+        why = "NCCL does not connect two processes on one GPU"
+        advice = "on one GPU use engine.placement: colocated, or engine.bridge: shared"
+        raise ConfigError(f"--engine-gpus=0: must be at least {size} with engine.bridge: broadcast, as {why}; {advice}")
     if launch.engine_gpus == 0:
         return [None], None  # on the CPU, or on the ranks' own GPUs
     if engine.bridge == "shared":

@@ -67,9 +67,8 @@ def export(views: Mapping[str, Tensor], facts: JsonObject, folder: Path) -> Path
         folder.mkdir(parents=True, exist_ok=True)
         write_atomically(file, json.dumps({**facts, MAPPINGS: mappings}), mode=0o600)
     except OSError as error:
-        raise RunError(
-            f"LOGDIR={str(folder)!r}: cannot write {CONFIG_NAME} ({error.strerror}); set LOGDIR to another folder"
-        ) from None
+        problem = f"cannot write {CONFIG_NAME} ({error.strerror}); set LOGDIR to another folder"
+        raise RunError(f"LOGDIR={str(folder)!r}: {problem}") from None
     return file
 
 
@@ -102,17 +101,15 @@ def adopt_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> di
     start = f"{prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
     if not adopt(named):
-        raise RunError(
-            "engine.bridge=shared: the server's weights have other names, shapes, types or devices than the policy's; "
-            "start it with the run's model and --dtype, on the same device"
-        )
+        problem = "the server's weights have other names, shapes, types or devices than the policy's"
+        advice = "start it with the run's model and --dtype, on the same device"
+        raise RunError(f"engine.bridge=shared: {problem}; {advice}")
     return named
 
 
 def _attached(entry: JsonObject, storages: dict[str, torch.UntypedStorage]) -> Tensor:
     handle = entry["handle"]
-    key = json.dumps(handle)
-    if key not in storages:
+    if (key := json.dumps(handle)) not in storages:
         storages[key] = _open(handle)
     return _view(storages[key], getattr(torch, entry["dtype"]), entry["offset"], entry["shape"], entry["stride"])
 

@@ -184,10 +184,9 @@ def _exported(run: Path) -> Path:
             return max(found, key=os.path.getmtime)  # a resume with other exports leaves the older one behind
     steps = {int(found[1]): path for path in run.iterdir() if (found := _EXPORT_OF_STEP.fullmatch(path.name))}
     if not steps:
-        raise ConfigError(
-            f"MODEL={str(run)!r}: this run has exported no model yet ({', '.join((*BEST, *FINAL))}, step_N); it does "
-            "so at its end, and every checkpoint.export_every steps"
-        )
+        problem = f"this run has exported no model yet ({', '.join((*BEST, *FINAL))}, step_N)"
+        rule = "it does so at its end, and every checkpoint.export_every steps"
+        raise ConfigError(f"MODEL={str(run)!r}: {problem}; {rule}")
     return steps[max(steps)]
 
 

@@ -8,8 +8,9 @@ import itertools
 import time
 from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict
 from queue import Empty
+
+from pydantic_core import to_jsonable_python
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine
@@ -92,8 +93,7 @@ class RemoteEngine(RolloutEngine):
 
     def _restore_if_restarted(self) -> None:
         """Restore a restarted server's weights. Raises Unavailable, RequestRejected, or RunError if they are lost."""
-        instance = self._server.info()["instance"]
-        if instance == self._instance:
+        if (instance := self._server.info()["instance"]) == self._instance:
             return
         if not self._restore(self._server):
             raise RunError(f"engine.urls={self._server.url}: it was restarted and has lost the policy's weights")
@@ -120,7 +120,7 @@ class RemoteEngine(RolloutEngine):
                         "id": number,
                         "token_ids": request.token_ids,
                         "seed": request.seed,
-                        "sampling": asdict(request.sampling),
+                        "sampling": to_jsonable_python(request.sampling),
                         "pattern": request.pattern,
                     }
                     for number, request in batch.items()

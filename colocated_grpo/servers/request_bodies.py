@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Self
 import msgspec
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from colocated_grpo.rollout.engine import RepetitionDetection, Sampling
+from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.servers.text import Limits
 from colocated_grpo.settings.generation import RepetitionDetectionConfig
 from colocated_grpo.types import JsonObject
@@ -172,7 +172,7 @@ class SamplingParameters(StrictBody):
             top_k=max(self.top_k, 0),
             min_p=self.min_p,
             repetition_penalty=self.repetition_penalty,
-            repetition_detection=RepetitionDetection.of(self.repetition_detection),
+            repetition_detection=self.repetition_detection,
             stop=tuple(self.stop),
             stop_token_ids=tuple(sorted(self.stop_token_ids or ())),
         )

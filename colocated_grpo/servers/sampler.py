@@ -212,10 +212,9 @@ class Sampler:
         changed = [f"{name}={value:g}" for name, value in values.items() if value not in neutral[name]]
         if changed and not self._noted:
             self._noted = True
-            self.note(
-                f"serving: a client samples with {', '.join(changed)}: its log-probabilities are renormalized over the "
-                "tokens kept; training on them increases the sampler-trainer KL"
-            )
+            rule = "its log-probabilities are renormalized over the tokens kept"
+            effect = "training on them increases the sampler-trainer KL"
+            self.note(f"serving: a client samples with {', '.join(changed)}: {rule}; {effect}")
 
 
 def _at_temperature(completion: Completion, temperature: float, entries: TopLogprobs) -> TopLogprobs:

@@ -100,16 +100,13 @@ def _share_weights(engine: VLLMEngine, model: ModelFiles, facts: JsonObject) -> 
     if facts["device"] == "cpu":
         move_to_shared_memory(engine.model)
     tied = bool(model.hf_config.get_text_config().tie_word_embeddings)
-    plan = verified_plan(engine, checkpoint_shapes(model.folder, tied=tied), BASE_PREFIX, model.folder)
-    if plan is None:
-        raise RunError(
-            f"--share-weights: the engine stores the weights of {facts['model']} in another layout than the "
-            "checkpoint; start without it, and train with engine.bridge: broadcast"
-        )
+    if (plan := verified_plan(engine, checkpoint_shapes(model.folder, tied=tied), BASE_PREFIX, model.folder)) is None:
+        problem = f"the engine stores the weights of {facts['model']} in another layout than the checkpoint"
+        advice = "start without it, and train with engine.bridge: broadcast"
+        raise RunError(f"--share-weights: {problem}; {advice}")
     for rows in plan.padding:
         rows.zero_()
-    views = {name: target.view for name, target in plan.targets.items()}
-    file = export(views, facts, export_folder())
+    file = export({name: target.view for name, target in plan.targets.items()}, facts, export_folder())
     print(f"weights are shared through {file.absolute()}", flush=True)
 
 

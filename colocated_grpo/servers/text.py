@@ -47,20 +47,15 @@ class Limits:
     def check_text(self, text: str) -> None:
         """Reject text that cannot fit before tokenizing it: megabytes would block the event loop for seconds."""
         if len(text) > self.max_tokens * self.longest_token:
-            raise TooLong(
-                f"a prompt of {len(text)} characters cannot fit into {self.max_tokens} tokens, the maximum context "
-                f"length ({self.max_tokens_setting})",
-                text,
-            )
+            limit = f"{self.max_tokens} tokens, the maximum context length ({self.max_tokens_setting})"
+            raise TooLong(f"a prompt of {len(text)} characters cannot fit into {limit}", text)
 
     def check_prompt(self, token_ids: Sequence[int]) -> None:
         if not token_ids:
             raise InvalidRequest("the prompt is empty")
         if len(token_ids) >= self.max_tokens:
-            raise TooLong(
-                f"the prompt has {len(token_ids)} tokens; with at least one sampled token it must fit into the "
-                f"maximum context length of {self.max_tokens} ({self.max_tokens_setting})"
-            )
+            rule = f"it must fit into the maximum context length of {self.max_tokens} ({self.max_tokens_setting})"
+            raise TooLong(f"the prompt has {len(token_ids)} tokens; with at least one sampled token {rule}")
         self.check_vocabulary(token_ids)
 
     def check_vocabulary(self, token_ids: Sequence[int], field: str = "") -> None:

@@ -60,9 +60,8 @@ def _find_file(name: str, info: ValidationInfo) -> str:
         return f"{beside}{rest}"
     if beside.samefile(file):
         return here
-    raise ValueError(
-        f"both {Path.cwd() / file} and {beside.absolute()} (beside the config) exist; write the absolute path of one"
-    )
+    both = f"{Path.cwd() / file} and {beside.absolute()} (beside the config)"
+    raise ValueError(f"both {both} exist; write the absolute path of one")
 
 
 def _file_of(name: str) -> tuple[str, str]:

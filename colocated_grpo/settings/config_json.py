@@ -197,8 +197,7 @@ def has_text_part(config_json: JsonObject) -> bool:
 def text_part(config_json: JsonObject) -> JsonObject:
     """Return the settings of the language model in a config.json."""
     text = config_json.get("text_config") or config_json
-    kind = text.get("model_type")
-    if kind in TRAINED_AS:
+    if (kind := text.get("model_type")) in TRAINED_AS:
         text = {**text, "model_type": TRAINED_AS[kind]}
     return {**DEFAULTS.get(kind, {}), **text}
 

@@ -65,8 +65,7 @@ def check_inputs(config: Config) -> tuple[Config, list[str]]:
         raise ConfigError(f"{longest} {original}, {why}")
     if positions < config.max_sequence_tokens:
         raise ConfigError(f"{longest} {positions}, the positions in the config.json of {name}")
-    wanted = config.engine.max_model_len
-    if wanted is not None and wanted > positions:
+    if (wanted := config.engine.max_model_len) is not None and wanted > positions:
         notes.append(f"engine.max_model_len={wanted}: {name} has {positions} positions; using {positions}")
         config = config.with_values("engine", max_model_len=positions)
     if config.reference_model is not None:
@@ -96,8 +95,7 @@ def _check_reference(reference: schema.ModelConfig, context_parallel: int, longe
     model = config_json.read_config_json(reference, "loss.kl.model")
     model_support.check_trains(model, key)
     model_support.check_context(model, context_parallel)
-    positions = config_json.longest_sequence(config_json.text_part(model))
-    if positions is not None and positions < longest:
+    if (positions := config_json.longest_sequence(config_json.text_part(model))) is not None and positions < longest:
         advice = "lower rollout.max_prompt_tokens or rollout.max_completion_tokens"
         raise ConfigError(f"{key}: it has {positions} positions, and a sequence up to {longest}; {advice}")
 
@@ -139,8 +137,7 @@ def _check_sources(trained: Sequence[sources.EnvironmentConfig], sets: Sequence[
 
 def _check_code(key: str, name: str) -> Iterator[str]:
     """Yield a line if the file of user code is missing. The object in it is looked up when a rank imports the file."""
-    location = name.rpartition(":")[0]
-    if location == "__main__":
+    if (location := name.rpartition(":")[0]) == "__main__":
         yield f"{key}={name!r}: an object {_OF_PROGRAM}"
     elif location.endswith(".py") and not Path(location).expanduser().is_file():
         yield f"{key}={name!r}: no such file"
@@ -255,8 +252,7 @@ def missing_adapter_files(lora: training.LoRAConfig | None) -> Iterator[str]:
 
 def with_adapter_settings(config: Config) -> Config:
     """Return the config with the settings of the adapter in policy.lora.init. Raises ConfigError if they do not fit."""
-    lora = config.policy.lora
-    if lora is None or lora.init == DEFAULT_INIT:
+    if (lora := config.policy.lora) is None or lora.init == DEFAULT_INIT:
         return config
     setting = f"policy.lora.init={lora.init!r}"
     try:

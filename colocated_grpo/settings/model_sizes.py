@@ -210,8 +210,7 @@ def _linear_attention(model: JsonObject, hidden: int) -> Attention | None:
     else:
         inputs = {"in_proj_qkv": channels, "in_proj_z": values, "in_proj_b": value_heads, "in_proj_a": value_heads}
     linear = {name: (hidden, outputs) for name, outputs in inputs.items()} | {"out_proj": (values, hidden)}
-    state = value_heads * key_size * value_size
-    return Attention(linear=linear, channels=channels, window=kernel - 1, state=state)
+    return Attention(linear=linear, channels=channels, window=kernel - 1, state=value_heads * key_size * value_size)
 
 
 def _dense_layers(model: JsonObject, num_blocks: int) -> list[bool]:

@@ -164,8 +164,7 @@ def check_has_experts(config_json: Settings, setting: str) -> None:
 
 def verdict(config_json: Settings) -> str:
     kind = text_part(config_json).get("model_type", "unknown type")
-    family = family_of(kind)
-    if family is None:
+    if (family := family_of(kind)) is None:
         return f"{kind} is not among the tested families{left_out(config_json)}"
     return f"trains ({family.name}{left_out(config_json)})"
 

@@ -198,8 +198,7 @@ class RunSizes:
 
     def smaller(self) -> "dict[str, RunSizes]":
         """Return settings that save memory, each with the resulting run. Settings already in use are left out."""
-        lora = self.config.policy.lora
-        if lora is None:
+        if (lora := self.config.policy.lora) is None:
             changes: dict[str, JsonObject] = {
                 "--policy.offload_optimizer true": {"offload_optimizer": True},
                 "--policy.lora {}": {"lora": LoRAConfig(), "cpu_offload": False},

@@ -26,8 +26,7 @@ def parse_layers(value: object) -> object:
         return value
     indices: set[int] = set()
     for part in value.split(","):
-        match = _RANGE.fullmatch(part.strip())
-        if match is None or int(match[2] or match[1]) < int(match[1]):
+        if (match := _RANGE.fullmatch(part.strip())) is None or int(match[2] or match[1]) < int(match[1]):
             raise ValueError(f"{part.strip()!r} is no range of blocks; write 20-31 or 0-3,28-31")
         indices |= set(range(int(match[1]), int(match[2] or match[1]) + 1))
     return sorted(indices)
@@ -223,8 +222,7 @@ class PolicyConfig(Section):
 def trained_shape(policy: PolicyConfig) -> JsonObject:
     """Return the settings that determine which weights are trained. A resumed run must have the same values."""
     layers = {"policy.train_layers": "null" if policy.train_layers is None else layers_text(policy.train_layers)}
-    lora = policy.lora
-    if lora is None:
+    if (lora := policy.lora) is None:
         return {**layers, "policy.lora": "null"}
     return {
         **layers,

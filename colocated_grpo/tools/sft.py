@@ -103,8 +103,7 @@ def encode(rows: Sequence[Item], model: ModelFiles, variables: JsonObject, limit
     for number, (source, row) in enumerate(zip(sources, rows, strict=True)):
         fitting = []
         for given, text in completions(row, source):
-            prompt = prompts.encode({**row, "prompt": given}, index=number, source=source)
-            if prompt is not None:
+            if (prompt := prompts.encode({**row, "prompt": given}, index=number, source=source)) is not None:
                 after = [*codec.observation([], -1, prompt.template)[:1], model.tokenizer.eos_token_id]
                 said = [*codec.encode(text), *[token for token in after if token in model.stop_token_ids][:1]]
                 tokens = Tokens.of_prompt(prompt.token_ids).sampled(taught(said))

@@ -27,8 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         run_dir = files.run_folder(options.run)
         if options.game is not None:
             return show_game(run_dir, options.game)
-        rows = select(files.read_rollouts(run_dir), options)
-        if not rows:
+        if not (rows := select(files.read_rollouts(run_dir), options)):
             kind = "held-out" if options.evaluation else "training"
             step = "" if options.step is None else f" at step {options.step}"
             raise files.RunFolderError(f"{run_dir}: no {kind} rollouts stored{step}")

@@ -124,8 +124,7 @@ def encoded_prompts(
     """Yield the task's prompts as a run encodes them. Skips prompts longer than half of the model's context."""
     encoder = PromptEncoder(tokenizer, max_prompt_tokens=tokenizer.model_max_length // 2)
     for index, item in enumerate(task.prompts(seed, split)):
-        prompt = encoder.encode(item, index=index, source=type(task).__name__)
-        if prompt is not None:
+        if (prompt := encoder.encode(item, index=index, source=type(task).__name__)) is not None:
             yield prompt
 
 

@@ -191,8 +191,7 @@ def run_folder(path: str | Path) -> Path:
 
 def read_metrics(run_dir: Path, *, may_be_empty: bool = False) -> list[Row]:
     """Return all metric rows, in order. Raises RunFolderError if there are none yet, unless `may_be_empty`."""
-    rows = list(read_rows(run_dir / METRICS_FILE, METRICS_ROW))
-    if not rows and not may_be_empty:
+    if not (rows := list(read_rows(run_dir / METRICS_FILE, METRICS_ROW))) and not may_be_empty:
         raise RunFolderError(f"{run_dir}: no metrics yet; the run has not finished its first step")
     return rows
 

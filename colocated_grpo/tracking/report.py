@@ -161,8 +161,7 @@ def _tiles(rows: list[files.Row], training_steps: int | None) -> Iterator[tuple[
         where = f"means of {window} steps" if window > 1 else "first and last step"
         yield "training reward", _change(_ends(rewards)), where
     yield "steps", str(len(train)), f"of {training_steps}" if training_steps else ""
-    seconds = _values(train, "seconds/step")
-    if seconds:
+    if seconds := _values(train, "seconds/step"):
         yield "training time", duration(sum(seconds)), f"{number(median_high(seconds))} s per step (median)"
     if speed := _values(train, "tokens_per_second"):
         yield "tokens per second", number(median_high(speed)), "median"
@@ -178,8 +177,7 @@ def _change(values: Iterable[float]) -> str:
 def _time_bar(train: Sequence[files.Row]) -> str:
     """Return one bar with the share of each phase in the time of all steps."""
     timed = [row for row in train if row.get("seconds/step")]
-    total = sum(row["seconds/step"] for row in timed)
-    if not total:
+    if not (total := sum(row["seconds/step"] for row in timed)):
         return ""
     names = charts.phase_names(timed)
     shares = {name: sum(row.get(f"seconds/{name}") or 0.0 for row in timed) / total for name in names}

@@ -16,8 +16,7 @@ def number(value: float | None) -> str:
     """Format with about four significant digits; '-' for None, NaN and infinity."""
     if value is None or not math.isfinite(value):
         return "-"
-    size = abs(value)
-    if size >= 1000:
+    if (size := abs(value)) >= 1000:
         return f"{value:,.0f}"
     if size >= 100 or value == int(value):
         return f"{value:.0f}" if value == int(value) else f"{value:.1f}"
@@ -39,8 +38,7 @@ def with_error(value: float | None, error: float | None) -> str:
 
 def duration(seconds: float) -> str:
     """Format a duration. Example: 3725 -> '1h 02m', 75 -> '1m 15s', 4.2 -> '4s'."""
-    whole = round(seconds)
-    if whole >= 3600:
+    if (whole := round(seconds)) >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
     return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
 

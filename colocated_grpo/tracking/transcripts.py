@@ -27,8 +27,7 @@ def passages(row: files.Row) -> list[Passage]:
 
 def question(row: files.Row) -> list[Passage]:
     """Return the prompt as the model reads it, and the reference answer if the row has one."""
-    answer = [] if row.get("answer") is None else [(ANSWER, row["answer"])]
-    return [(PROMPT, row["prompt"]), *answer]
+    return [(PROMPT, row["prompt"]), *([] if row.get("answer") is None else [(ANSWER, row["answer"])])]
 
 
 def one_line(text: str, limit: int) -> str:

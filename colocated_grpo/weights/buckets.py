@@ -116,8 +116,7 @@ def shard_slices(bucket: Bucket, plan: Plan) -> list[ShardSlice]:
         for rank in range(bucket.num_shards):
             first, last = min(rank * chunk, shape[0]), min((rank + 1) * chunk, shape[0])
             contributed = (last - first, *shape[1:])
-            overlap = _overlap(plan.targets[name], first, last - first)
-            if overlap is not None:
+            if (overlap := _overlap(plan.targets[name], first, last - first)) is not None:
                 destination, cut = overlap
                 found.append(
                     ShardSlice(destination=destination, name=name, rank=rank, offset=offset, shape=contributed, cut=cut)

@@ -212,10 +212,8 @@ def share(copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], 
     plan = copies.plan
     views = {} if plan is None else {name: target.view for name, target in plan.targets.items()}
     if plan is None or not adopt(views):
-        raise RunError(
-            "weights=shared: the engine stores this model's weights in another layout than the checkpoint; "
-            "set weights=copied"
-        )
+        problem = "the engine stores this model's weights in another layout than the checkpoint"
+        raise RunError(f"weights=shared: {problem}; set weights=copied")
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
     return SharedSync(published(), views, copies.world, copies.check_every)

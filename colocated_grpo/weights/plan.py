@@ -115,8 +115,7 @@ def _target(
         return None if stacked is None else Target(view=stacked.data, dim=0, start=0)
     whole, position = fused.get(module_name, (module_name, None))
     engine_path = f"{parent}.{whole}" if parent else whole
-    parameter = parameters.get(f"{engine_path}.{leaf}")
-    if parameter is None:
+    if (parameter := parameters.get(f"{engine_path}.{leaf}")) is None:
         return None
     module, stored = model.get_submodule(engine_path), _as_rows(parameter.data, leaf)
     if isinstance(module, QKVParallelLinear | MergedColumnParallelLinear):

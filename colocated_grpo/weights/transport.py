@@ -165,10 +165,9 @@ def raise_if_any(different_P: Tensor, names: Sequence[str], where: str = "the en
     wrong = [names[index] for index in different_P.nonzero()[:, 0].tolist()]
     if wrong:
         shown = ", ".join(wrong[:SHOWN]) + (", ..." if len(wrong) > SHOWN else "")
-        raise RunError(
-            f"weight sync: {where} does not hold the policy's bytes in {len(wrong)} of {len(names)} tensors ({shown}); "
-            "nothing was sampled with them. Report it with this line; freshness.every=0 turns the check off"
-        )
+        problem = f"weight sync: {where} does not hold the policy's bytes in {len(wrong)} of {len(names)} tensors"
+        advice = "nothing was sampled with them. Report it with this line; freshness.every=0 turns the check off"
+        raise RunError(f"{problem} ({shown}); {advice}")
 
 
 class ReloadCheck:

@@ -83,8 +83,7 @@ class OpenEnv(SeededEpisode):
     def __init__(self, **args: Any) -> None:
         super().__init__(**args)
         import_optional("aiohttp", "aiohttp", KEY)
-        health = self._request("/health").get("status")
-        if health != "healthy":
+        if (health := self._request("/health").get("status")) != "healthy":
             raise EnvironmentSetupError(f"{KEY}: args.url={self.url!r}: the server reports its health as {health}")
         self._action_schema = self._request("/schema").get("action", {})
         required = self._action_schema.get("required", [])
@@ -100,8 +99,7 @@ class OpenEnv(SeededEpisode):
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         async with self._session({**self.options, "seed": item["seed"]}) as (send, first):
-            text = self._observation_text(first)
-            if text != item["observation"]:
+            if self._observation_text(first) != item["observation"]:
                 raise RuntimeError("the environment is not reproducible from its seed: siblings would differ")
             return await self._play(model, send, over=bool(first["done"]))
 

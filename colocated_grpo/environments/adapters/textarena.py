@@ -189,10 +189,9 @@ class TextArena(SeededEpisode):
             _, _, first = self._deal(item)
             if first is not None:
                 return {**item, "prompt": "\n".join(filter(None, [first, self.instruction]))}
-        raise EnvironmentSetupError(
-            f"{KEY}: {self.game}: {MAX_DEALS} games in a row ended before the first turn of "
-            + ("the policy" if self.seat is None else f"args.seat={self.seat}")
-        )
+        whose = "the policy" if self.seat is None else f"args.seat={self.seat}"
+        problem = f"{MAX_DEALS} games in a row ended before the first turn of {whose}"
+        raise EnvironmentSetupError(f"{KEY}: {self.game}: {problem}")
 
     async def run(self, item: Item, model: Conversation) -> dict[str, float]:
         game, rng, text = self._deal(item)

@@ -96,9 +96,8 @@ class ToSSimTurn:
     trainable: bool = True
 
     def pattern(self) -> str:
-        raise EnvironmentSetupError(
-            "environments 'tossim': structured=true: ToSSim has no grammar of legal replies; leave it out"
-        )
+        rule = "ToSSim has no grammar of legal replies; leave it out"
+        raise EnvironmentSetupError(f"environments 'tossim': structured=true: {rule}")
 
 
 @dataclass(slots=True)
@@ -143,10 +142,8 @@ class ToSSimTable:
             rewards = self.batcher.apply_actions([meta[i] for i in indices], [replies[i] for i in indices])
         numbers = [reward[0] if isinstance(reward, tuple | list) else reward for reward in rewards]
         if len(numbers) != len(indices):
-            raise ValueError(
-                f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions; return a list with one "
-                "number for each action, in the order of the actions"
-            )
+            problem = f"apply_actions() returned {len(numbers)} rewards for {len(indices)} actions"
+            raise ValueError(f"{problem}; return a list with one number for each action, in the order of the actions")
         return {index: float(number) for index, number in zip(indices, numbers, strict=True)}
 
     def drain_stats(self) -> dict[str, float]:
@@ -250,10 +247,9 @@ class ToSSim:
         """Restore the tables. Raises ValueError unless `is_trusted` accepts the snapshot: pickles can run code."""
         tables, logs = b64decode(snapshot["tables"]), b64decode(snapshot["logs"])
         if not is_trusted(tables + logs, snapshot["signature"]):
-            raise ValueError(
-                f"their pickle is not signed with {key_file()}, and reading it can run code; if you trust the run "
-                f"folder (your own, from another machine), set {TRUST_VARIABLE}=1"
-            )
+            problem = f"their pickle is not signed with {key_file()}, and reading it can run code"
+            advice = f"if you trust the run folder (your own, from another machine), set {TRUST_VARIABLE}=1"
+            raise ValueError(f"{problem}; {advice}")
         for own in self._logs:
             own.close()
         self._tables = pickle.loads(tables)

@@ -142,10 +142,8 @@ class Program:
         with suppress(ValueError, RecursionError):
             if isinstance(result := json.loads(line), int | float | dict | None):
                 return result
-        raise AgentFailed(
-            f"{self._name}: the last line of its output must be a number or a JSON object with 'reward', got "
-            f"{shortened(line, MAX_SHOWN)!r}"
-        )
+        rule = "the last line of its output must be a number or a JSON object with 'reward'"
+        raise AgentFailed(f"{self._name}: {rule}, got {shortened(line, MAX_SHOWN)!r}")
 
 
 def _last_line(file: IO[bytes]) -> str:

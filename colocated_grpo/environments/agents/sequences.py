@@ -64,11 +64,9 @@ class AgentConversation:
         room = self._limits.max_tokens - len(prompt)
         if room < 1:
             self._exhaust(position)
-            raise ContextExhausted(
-                f"the prompt has {len(prompt)} tokens; with at least one sampled token it must fit into the maximum "
-                f"context length of {self._limits.max_tokens} "
-                "(rollout.max_prompt_tokens + rollout.max_completion_tokens)"
-            )
+            longest = f"{self._limits.max_tokens} (rollout.max_prompt_tokens + rollout.max_completion_tokens)"
+            rule = f"with at least one sampled token it must fit into the maximum context length of {longest}"
+            raise ContextExhausted(f"the prompt has {len(prompt)} tokens; {rule}")
         limit = room if max_tokens is None else min(max_tokens, room)
         completions = await asyncio.gather(*(self._sample(prompt, limit, stop) for _ in range(n)))
         for completion in completions:

@@ -57,8 +57,7 @@ def _passes(case: dict, job: dict, deadline: float) -> bool:
     with tempfile.TemporaryFile() as given, tempfile.TemporaryFile() as printed, tempfile.TemporaryFile() as mark:
         given.write(case["stdin"].encode())
         given.seek(0)
-        child = os.fork()
-        if child == 0:
+        if (child := os.fork()) == 0:
             _be_the_test(case, job, given.fileno(), printed.fileno(), mark.fileno())
         in_time = _wait(child, deadline)
         # The mark is written after the end of the test, so a program that exits early has not passed.

@@ -65,9 +65,8 @@ class RewardFunction:
         try:
             parameters = inspect.signature(function).parameters.values()
         except ValueError as error:
-            raise EnvironmentSetupError(
-                f"rewards: {name!r} has no readable signature: {loading.one_line(error)}"
-            ) from None
+            problem = f"{name!r} has no readable signature"
+            raise EnvironmentSetupError(f"rewards: {problem}: {loading.one_line(error)}") from None
         named = [parameter for parameter in parameters if parameter.kind in KEYWORD_KINDS]
         self.accepts_all = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters)
         self.accepted = {parameter.name for parameter in named}
@@ -80,10 +79,9 @@ class RewardFunction:
         if missing := sorted(self.required - columns):
             is_verl = any(name.startswith("solution_str") for name in missing)
             guide = "from_verl.md" if is_verl else "from_trl.md#reward-functions"
-            raise EnvironmentSetupError(
-                f"reward {self.name!r} needs the column {missing[0]!r}; available: "
-                f"{', '.join(sorted(columns)) or 'none'} (rename one with `columns`; called as in docs/guides/{guide})"
-            )
+            available = f"available: {', '.join(sorted(columns)) or 'none'}"
+            advice = f"(rename one with `columns`; called as in docs/guides/{guide})"
+            raise EnvironmentSetupError(f"reward {self.name!r} needs the column {missing[0]!r}; {available} {advice}")
 
     def check_text(self, item: Item) -> None:
         """Raise EnvironmentSetupError if a TRL function needs messages: it is called once, with a text prompt."""
@@ -109,9 +107,8 @@ class RewardFunction:
         values = list(result if sized else islice(result, count + 1))  # a generator may be endless
         if len(values) != count:
             number = len(values) if sized or len(values) < count else f"more than {count}"
-            raise WrongNumberOfRewards(
-                f"{number} reward{'s' * (number != 1)} for {count} completion{'s' * (count != 1)}"
-            )
+            returned = f"{number} reward{'s' * (number != 1)}"
+            raise WrongNumberOfRewards(f"{returned} for {count} completion{'s' * (count != 1)}")
         return [self._score(value, metrics) for value in values]
 
     def _score(self, value: object, metrics: dict[str, float]) -> Score:

@@ -15,7 +15,7 @@ from colocated_grpo.environments.base import AnswerError, Task
 from colocated_grpo.environments.user_code.loading import ReusableLoop, one_line
 from colocated_grpo.types import Completion, Prompt, Score
 
-REWARD_LOOP = ReusableLoop("async-rewards")
+REWARD_LOOP = ReusableLoop()
 """Event loop on which this process runs the coroutines of reward functions and tasks."""
 MAX_REWARD = 1e30
 """Largest absolute reward. Squares and weighted sums of much larger rewards would overflow a float."""

@@ -172,8 +172,7 @@ class WorkerPool:
         messages = [pickle.dumps(message) for message in request]
         worker = self._take()
         responses = []
-        error = worker.wait_until_started().error
-        if error is None:
+        if (error := worker.wait_until_started().error) is None:
             try:
                 for message in messages:
                     worker.connection.send_bytes(message)

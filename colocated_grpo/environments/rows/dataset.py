@@ -88,9 +88,8 @@ class RowItems(Items):
         """Return a row as an item: columns renamed, the prompt under "prompt", the system prompt added."""
         column, names = self._config.prompt_column, self._config.columns
         if column not in row:
-            raise EnvironmentSetupError(
-                f"environments {where!r}: no column {column!r}; it has: {', '.join(map(str, row))}"
-            )
+            problem = f"no column {column!r}; it has: {', '.join(map(str, row))}"
+            raise EnvironmentSetupError(f"environments {where!r}: {problem}")
         rest = {names.get(key, key): value for key, value in row.items() if key != column}
         item = {**rest, "prompt": strip_nulls(row[column])}
         prompt = checked_prompt(item, where)
@@ -176,9 +175,8 @@ class RowItems(Items):
         if self._config.subset is not None:
             raise self._error(f"subset={self._config.subset!r} does not apply to a local file; remove it")
         if self._config.split != DEFAULT_SPLIT:
-            raise self._error(
-                f"split={self._config.split!r} does not apply to a local file; set name to the file of that split"
-            )
+            rule = "does not apply to a local file; set name to the file of that split"
+            raise self._error(f"split={self._config.split!r} {rule}")
         if path.suffix.lower() not in READERS:
             raise self._error(f"eval_split={split!r}: `name` is a file, so this must be one too: {', '.join(READERS)}")
         try:

@@ -70,9 +70,8 @@ def split_items(drawn: Iterator[Item], template: str, split: Split) -> Iterator[
         elif (misses := misses + 1) == MAX_MISSES:
             break
     if split == "train":
-        raise EnvironmentSetupError(
-            f"the task's args allow too few questions: {MAX_MISSES} consecutive draws gave none to train on; widen them"
-        )
+        problem = f"{MAX_MISSES} consecutive draws gave none to train on; widen them"
+        raise EnvironmentSetupError(f"the task's args allow too few questions: {problem}")
 
 
 class Positional(Procedural):

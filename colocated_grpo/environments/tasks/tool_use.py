@@ -23,8 +23,7 @@ class ToolError(ValueError):
 
 def calculate(expression: str) -> str:
     """Return a whole number, or the sum, difference or product of two."""
-    found = EXPRESSION.fullmatch(expression)
-    if found is None:
+    if (found := EXPRESSION.fullmatch(expression)) is None:
         raise ToolError("write two whole numbers, with + - or * between them")
     return str(OPERATORS[found[2]](int(found[1]), int(found[3])) if found[2] else int(found[1]))
 

@@ -55,10 +55,8 @@ class TownSettings(Section):
         if unknown := set(self.players) - {POLICY, FROZEN, *SCRIPTED}:
             raise ValueError(f"players: {min(unknown)!r} is unknown; valid: {', '.join((POLICY, FROZEN, *SCRIPTED))}")
         if POLICY not in self.players:
-            raise ValueError(
-                f"players={list(self.players)}: no seat is played by the policy, so there is nothing to train; add "
-                f"{POLICY!r}"
-            )
+            rule = "no seat is played by the policy, so there is nothing to train"
+            raise ValueError(f"players={list(self.players)}: {rule}; add {POLICY!r}")
         if len(self.players) > (fewest := len(self.roles) or low):
             raise ValueError(f"players={list(self.players)}: more than the {fewest} seats of a game")
         return self

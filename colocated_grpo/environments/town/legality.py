@@ -162,8 +162,7 @@ def role_action(game: Game, seat: int, tag: str) -> ArgumentSpec | Problem:
 def look_ups(game: Game, seat: int) -> LegalActions:
     """Return the look-ups of the phase, sorted by tag, even if none is left in this turn."""
     legal = {"get_role": ArgumentSpec(tuple(ROLES)), "roles": EMPTY, "view_will": EMPTY, "write_will": TEXT}
-    dead = tuple(other.name for other in game.seats if not other.alive)
-    if dead:
+    if dead := tuple(other.name for other in game.seats if not other.alive):
         legal |= {"graveyard": EMPTY, "check_will": ArgumentSpec(dead)}
     if game.phase not in (Phase.NIGHT_TALK, Phase.NIGHT) and game.day > 1:
         legal["chat_history"] = ArgumentSpec(tuple(str(day) for day in range(2, game.day + 1)))

@@ -85,8 +85,7 @@ def _unjailed_actions(game: Game) -> list[NightAction]:
     """Return the chosen actions, without those aimed at the prisoner, which fail but still spend a use."""
     actions = []
     for seat, (tag, argument) in sorted(game.choices.items()):
-        ability = game.seats[seat].role.ability
-        if ability is None:
+        if (ability := game.seats[seat].role.ability) is None:
             continue
         target = game.index(argument) if argument else game.prisoner  # an execution
         game.announce("action", actor=seat, target=target, text=tag, audience=())

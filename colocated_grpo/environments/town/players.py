@@ -51,8 +51,7 @@ def suspicion(view: Observation) -> dict[int, float]:
     accusers: set[tuple[int, int]] = set()
     for event in view.events:
         if event.kind == "speech" and (match := _ACCUSATION.match(event.text)):
-            accused = numbers.get(match[1], NO_SEAT)
-            if accused >= 0 and (event.actor, accused) not in accusers:
+            if (accused := numbers.get(match[1], NO_SEAT)) >= 0 and (event.actor, accused) not in accusers:
                 accusers.add((event.actor, accused))
                 # An accusation weighs more or less once its speaker's death has revealed the role.
                 speaker = view.graves.get(event.actor)
@@ -84,8 +83,7 @@ def _rivals(view: Observation) -> list[int]:
 def _most_suspect(view: Observation, rng: Random) -> tuple[int, float]:
     """Return the most suspect rival and its suspicion. Ties are broken at random."""
     score = suspicion(view)
-    rivals = _rivals(view)
-    if not rivals:
+    if not (rivals := _rivals(view)):
         return NO_SEAT, 0.0
     highest = max(score[seat] for seat in rivals)
     return rng.choice([seat for seat in rivals if score[seat] == highest]), highest

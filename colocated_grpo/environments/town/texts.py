@@ -28,8 +28,7 @@ class Observation:
         """Role names of the other mafia members by seat, dead ones included. Empty outside the mafia."""
         self.will = holder.will
         # The deciding nomination sets game.accused before the trial makes the accused public.
-        on_trial = game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS)
-        self.accused = game.accused if on_trial else NO_SEAT
+        self.accused = game.accused if game.phase in (Phase.DEFENCE, Phase.JUDGEMENT, Phase.LAST_WORDS) else NO_SEAT
         self.nominations_needed = legality.nominations_needed(game)
         dead = {index: other for index, other in enumerate(game.seats) if not other.alive}
         self.graves = {index: other.role_name for index, other in dead.items()}

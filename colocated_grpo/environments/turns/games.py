@@ -197,9 +197,8 @@ class TurnStream(ItemStream):
                 with self._errors_of("pattern"):
                     return item_of(turn, structured=self._config.structured)
             self._fetch_turns()
-        raise EnvironmentSetupError(
-            f"environments {self._name!r}: no open turn after {self.max_attempts} calls of next_batch() and add_game()"
-        )
+        problem = f"no open turn after {self.max_attempts} calls of next_batch() and add_game()"
+        raise EnvironmentSetupError(f"environments {self._name!r}: {problem}")
 
     def _fetch_turns(self) -> None:
         with self._errors_of("add_game" if self._batch_fetched else "next_batch"):
@@ -212,10 +211,9 @@ class TurnStream(ItemStream):
         self._batch_fetched = True
         for turn in turns:
             if not turn.trainable and self._config.opponent is None:
-                raise EnvironmentSetupError(
-                    f"environments {self._name!r}: turn {turn.id} belongs to a seat that is not trained; set "
-                    "opponent: {name: initial} to have a frozen model play it"
-                )
+                problem = f"turn {turn.id} belongs to a seat that is not trained"
+                advice = "set opponent: {name: initial} to have a frozen model play it"
+                raise EnvironmentSetupError(f"environments {self._name!r}: {problem}; {advice}")
         self._open.extend(turn for turn in turns if turn.id not in self._taken)
 
     def reject(self, item: Item) -> None:

@@ -102,8 +102,7 @@ class OwnLogs:
             handler.close()
             return
         key = (name, Path(handler.baseFilename).name)
-        former = self._files.get(key, handler)
-        if former is not handler:
+        if (former := self._files.get(key, handler)) is not handler:
             former.close()
         self._files[key] = handler
 

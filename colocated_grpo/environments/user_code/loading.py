@@ -112,9 +112,8 @@ def import_optional(module: str, package: str, key: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError as error:
-        raise EnvironmentSetupError(
-            f"{key}: cannot import {error.name!r}; install it with: pip install {package}"
-        ) from None
+        advice = f"install it with: pip install {package}"
+        raise EnvironmentSetupError(f"{key}: cannot import {error.name!r}; {advice}") from None
 
 
 def make_importable(folder: str) -> None:
@@ -183,8 +182,7 @@ def retire_loop(loop: asyncio.AbstractEventLoop) -> None:
 class ReusableLoop:
     """One loop for calls from many threads: an HTTP client of user code works only on the loop that first used it."""
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self) -> None:
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -192,7 +190,7 @@ class ReusableLoop:
         """Return the running loop. The first call starts it."""
         with self._lock:
             if self._loop is None:
-                self._loop = start_loop(self._name)
+                self._loop = start_loop("async-rewards")
             return self._loop
 
     def retire_if_blocked(self) -> None:

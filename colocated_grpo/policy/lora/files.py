@@ -38,15 +38,12 @@ def read_factors(config: LoRAConfig, model: PackedLM) -> dict[str, Tensor]:
     if other:
         name = sorted(other)[0]
         problem = f"lacks {name}" if name in expected else f"has {name}, which the model does not"
-        raise ConfigError(
-            f"policy.lora.init={config.init!r}: the adapter {problem}; it was trained on another base model"
-        )
+        rule = "it was trained on another base model"
+        raise ConfigError(f"policy.lora.init={config.init!r}: the adapter {problem}; {rule}")
     for name, shape in expected.items():
         if tensors[name].shape != shape:
-            raise ConfigError(
-                f"policy.lora.init={config.init!r}: {name} is {tuple(tensors[name].shape)} in the adapter, but must be "
-                f"{tuple(shape)}; it was trained on another base model"
-            )
+            differs = f"{name} is {tuple(tensors[name].shape)} in the adapter, but must be {tuple(shape)}"
+            raise ConfigError(f"policy.lora.init={config.init!r}: {differs}; it was trained on another base model")
     return {name: tensor.float() for name, tensor in tensors.items()}
 
 

@@ -93,10 +93,8 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
     for name in matched:
         if name not in linear:
             kind = "the output layer" if lm.get_submodule(name) is lm.get_output_embeddings() else "no linear layer"
-            raise ConfigError(
-                f"policy.lora.target_modules={config.target_modules!r}: {name} is {kind}; only linear layers inside "
-                f"the model can have an adapter: {_kinds(linear)}"
-            )
+            limit = f"only linear layers inside the model can have an adapter: {_kinds(linear)}"
+            raise ConfigError(f"policy.lora.target_modules={config.target_modules!r}: {name} is {kind}; {limit}")
     return matched
 
 
@@ -114,10 +112,8 @@ def _selected(setting: str, rule: str | Sequence[str] | None, lm: nn.Module) -> 
         # In a process: a match may take years, and cannot be interrupted.
         found = subprocess.run(command, input=given, capture_output=True, check=True, timeout=REGEX_SECONDS)
     except subprocess.TimeoutExpired:
-        raise ConfigError(
-            f"policy.lora.{setting}={rule!r}: takes more than {REGEX_SECONDS:g} s to match the names of the modules; "
-            "write it without nested repetitions"
-        ) from None
+        limit = f"takes more than {REGEX_SECONDS:g} s to match the names of the modules"
+        raise ConfigError(f"policy.lora.{setting}={rule!r}: {limit}; write it without nested repetitions") from None
     return set(json.loads(found.stdout))
 
 

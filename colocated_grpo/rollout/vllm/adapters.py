@@ -36,8 +36,7 @@ class VLLMAdapters:
         differ from their checksums, raises ValueError and keeps the previous adapter.
         """
         self._require_support()
-        problem = exported_damage(Path(path))
-        if problem is not None:
+        if (problem := exported_damage(Path(path))) is not None:
             raise ValueError(f"adapter {path!r}: {problem}")
         number = next(self._ids)
         # vLLM 0.26 looks up cached prefixes by name alone: a second adapter of the name would hit those of the first.

@@ -57,10 +57,9 @@ def check_cache(spec: EngineSpec) -> None:
         return
     needed = spec.max_model_len * _bytes_per_token(sizes, spec)
     if size < needed:
-        raise ConfigError(
-            f"engine.kv_cache_memory_bytes={size}: one sequence of {spec.max_model_len} tokens needs {needed} bytes; "
-            "raise it, or lower engine.max_model_len or rollout.max_completion_tokens"
-        )
+        problem = f"one sequence of {spec.max_model_len} tokens needs {needed} bytes"
+        advice = "raise it, or lower engine.max_model_len or rollout.max_completion_tokens"
+        raise ConfigError(f"engine.kv_cache_memory_bytes={size}: {problem}; {advice}")
 
 
 def _size_beside(free: int, spec: EngineSpec) -> int:

@@ -84,16 +84,14 @@ class EngineRequests:
             chunks += [_text_chunk(output) for output in cast("list[RequestOutput]", processed.request_outputs)]
         finished = []
         for chunk in chunks:
-            request = self._append(chunk)
-            if request is not None and chunk.finish_reason is not None:
+            if (request := self._append(chunk)) is not None and chunk.finish_reason is not None:
                 finished.append((request.key, request.completion(chunk.finish_reason, policy_version)))
         return finished
 
     def _append(self, chunk: Chunk) -> "_RunningRequest | None":
         """Append the chunk's tokens to its request, and return it; None if the request was aborted in the meantime."""
         running = self._with_stop if chunk.request_id in self._with_stop else self._by_id
-        request = running.get(chunk.request_id)
-        if request is None:
+        if (request := running.get(chunk.request_id)) is None:
             return None
         request.token_ids.extend(chunk.token_ids)
         request.logprobs.append(chunk.logprobs)

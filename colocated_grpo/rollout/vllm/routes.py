@@ -53,10 +53,8 @@ class SlotRoutes:
         if not context.slot_mapping:  # a trial run without a KV cache
             return
         if context.dp_metadata is not None or not isinstance(context.slot_mapping, dict):
-            raise RunError(
-                "policy.routing_replay=true: not possible with data parallelism or dual batch overlap in engine.args, "
-                "which split the tokens of a step"
-            )
+            rule = "with data parallelism or dual batch overlap in engine.args, which split the tokens of a step"
+            raise RunError(f"policy.routing_replay=true: not possible {rule}")
         slots_T = context.slot_mapping[self._attention]
         tokens = min(len(slots_T), len(experts_TK))  # either may be padded for a CUDA graph
         self._routes_SLK[slots_T[:tokens], layer] = experts_TK[:tokens].to(self._routes_SLK.dtype)
@@ -142,8 +140,6 @@ def _router(runner: MoERunner) -> BaseRouter:
     """Return the layer's router. Raises RunError if the layer's kernel chooses experts itself."""
     if runner._quant_method.is_monolithic or not isinstance(runner.router, BaseRouter):
         kernel = type(runner._quant_method).__name__
-        raise RunError(
-            f"policy.routing_replay=true: the engine's kernel for experts ({kernel}) does not return its choice; set "
-            "engine.args: {moe_backend: triton}"
-        )
+        problem = f"the engine's kernel for experts ({kernel}) does not return its choice"
+        raise RunError(f"policy.routing_replay=true: {problem}; set engine.args: {{moe_backend: triton}}")
     return runner.router

@@ -145,8 +145,7 @@ class SteadyDecode:
 
     def _leave(self) -> None:
         """Bring every request's record up to date, so that vLLM can receive the steps in flight."""
-        batch = self._batch
-        if batch is None:
+        if (batch := self._batch) is None:
             return
         for row in batch.rows():
             batch.settle(row)

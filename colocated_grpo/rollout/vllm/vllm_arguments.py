@@ -140,8 +140,7 @@ def _yarn_scale(rope: JsonObject) -> JsonObject:
     """Return rope parameters with an explicit YaRN scale, also under vLLM 0.26's names; {} if the default applies."""
     if rope.get("rope_type") != "yarn":
         return {}
-    scale = rope.get("attention_factor")
-    if scale is None and rope.get("mscale") and rope.get("mscale_all_dim"):
+    if (scale := rope.get("attention_factor")) is None and rope.get("mscale") and rope.get("mscale_all_dim"):
         scale = _mscale(rope, rope["mscale"]) / _mscale(rope, rope["mscale_all_dim"])
     if scale is None:
         return {}
@@ -164,8 +163,7 @@ class TextPartLoader(DefaultModelLoader):
 
     def get_all_weights(self, model_config: ModelConfig, model: nn.Module) -> Generator[tuple[str, Tensor], None, None]:
         for name, tensor in super().get_all_weights(model_config, model):
-            own = text_name(name)
-            if own is not None:
+            if (own := text_name(name)) is not None:
                 yield own, tensor
 
 
@@ -181,9 +179,8 @@ def register_class(folder: Path, config_json: JsonObject) -> None:
     if module is None:
         return
     if module not in ModelRegistry.get_supported_archs():
-        raise ConfigError(
-            f"model.name={str(folder)!r}: vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
-        )
+        problem = f"vLLM {vllm.__version__} has no {module}; install a later version of vLLM"
+        raise ConfigError(f"model.name={str(folder)!r}: {problem}")
     _register_without_torchvision(module)
 
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -13,13 +12,10 @@ from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind, S
 
 from colocated_grpo.errors import RunError, in_one_line
 from colocated_grpo.rollout.engine import Finished, Part, Request, TokenDelta
-from colocated_grpo.rollout.vllm import patches, process
+from colocated_grpo.rollout.vllm import kv_budget, patches, process, routes, vllm_arguments
 from colocated_grpo.rollout.vllm.adapters import VLLMAdapters, avoid_dependent_launches
-from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.rollout.vllm.requests import EngineRequests, scheduler_of
-from colocated_grpo.rollout.vllm.routes import RequestRoutes
 from colocated_grpo.rollout.vllm.spec import EngineSpec
-from colocated_grpo.rollout.vllm.vllm_arguments import check_arguments, engine_arguments, register_class
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings import exact, model_support
 from colocated_grpo.settings.config_json import config_json_in
@@ -53,7 +49,7 @@ class VLLMEngine:
         self._stays_awake = False
         self._keeps_weights = spec.keeps_weights
         self.max_num_seqs = spec.max_num_seqs
-        arguments = engine_arguments(spec, world)
+        arguments = vllm_arguments.engine_arguments(spec, world)
         with process.keep_trainer_state():
             try:
                 self._llm = LLM(**arguments)
@@ -72,7 +68,7 @@ class VLLMEngine:
         self.is_quantized = quantization is not None or cache_type not in UNQUANTIZED_CACHE
         self._requests = EngineRequests(self._engine)
         records, scheduler = spec.records_routes, scheduler_of(self._engine)
-        self._routes = RequestRoutes(self._worker.slot_routes, scheduler) if records else None
+        self._routes = routes.RequestRoutes(self._worker.slot_routes, scheduler) if records else None
         self.adapters = VLLMAdapters(self._engine)
         self._buffers: dict[str, Tensor] = {}
         self._policy_version = 0
@@ -197,20 +193,18 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
     ConfigError or RunError.
     """
     patches.apply("cuda" if device.type == "cuda" else "cpu", numerics=spec.numerics)
-    check_arguments(spec.args)
-    check_cache(spec)
+    vllm_arguments.check_arguments(spec.args)
+    kv_budget.check_cache(spec)
     config_json = config_json_in(spec.folder)
-    register_class(spec.folder, config_json)
+    vllm_arguments.register_class(spec.folder, config_json)
     if spec.numerics == "exact":
         on_cpu = device.type == "cpu"
         on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
         exact.check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
     adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
-        bfloat16 = spec.dtype == torch.bfloat16
-        model_support.check_cpu_engine(
-            config_json, f"model.name={str(spec.folder)!r}", bfloat16=bfloat16, adapters=adapters
-        )
+        key, bfloat16 = f"model.name={str(spec.folder)!r}", spec.dtype == torch.bfloat16
+        model_support.check_cpu_engine(config_json, key, bfloat16=bfloat16, adapters=adapters)
     elif adapters:
         avoid_dependent_launches(device)
 
@@ -248,8 +242,7 @@ def refresh_sinks(model: nn.Module) -> None:
     """
     for module in model.modules():
         for attention in module.children():
-            kept = getattr(getattr(attention, "impl", None), "sinks", None)
-            if kept is None:
+            if (kept := getattr(getattr(attention, "impl", None), "sinks", None)) is None:
                 continue
             weights = [weight for weight in module.parameters(recurse=False) if weight.shape == kept.shape]
             if len(weights) != 1:
@@ -282,7 +275,7 @@ def _sampling_params(request: Request) -> SamplingParams:
         logprobs=0,
         detokenize=bool(sampling.stop),
         output_kind=RequestOutputKind.DELTA if request.stream else RequestOutputKind.FINAL_ONLY,
-        repetition_detection=None if detection is None else RepetitionDetectionParams(**asdict(detection)),
+        repetition_detection=None if detection is None else RepetitionDetectionParams(**detection.model_dump()),
         structured_outputs=None if request.pattern is None else StructuredOutputsParams(regex=request.pattern),
         skip_clone=True,  # these parameters are not reused, and may hold hundreds of stop tokens
     )

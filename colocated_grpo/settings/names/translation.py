@@ -291,8 +291,7 @@ def _translate_one(
         values = alias.translate(str(path[-1]), old, lambda name: lookup(tree, errors.parse_path(name)))
     for name, value in values.items():
         new_path = errors.parse_path(name)
-        existing = locations.get(new_path)
-        if existing and existing.on_command_line == location.on_command_line:
+        if (existing := locations.get(new_path)) and existing.on_command_line == location.on_command_line:
             place = "" if existing.on_command_line else f" in {existing.where}"
             raise ValueError(f"the same setting as {existing.old_name or name}{place}; remove one of them")
         if existing and existing.on_command_line:

@@ -75,8 +75,7 @@ def _placement(options: argparse.Namespace) -> Placement:
         return Placement(ranks=1, on_gpu=False, device_bytes=psutil.virtual_memory().total)
     if options.gpu_memory is not None and options.gpu_memory <= 0:
         raise ConfigError(f"--gpu-memory={options.gpu_memory:g}: must be above 0")
-    memory = int((options.gpu_memory or 0) * GIB)
-    if not memory:
+    if not (memory := int((options.gpu_memory or 0) * GIB)):
         gpus = processes.visible(processes.list_gpus().gpus, os.environ)[: options.gpus]
         known = [gpu.total for gpu in gpus if gpu.total]
         if not known:

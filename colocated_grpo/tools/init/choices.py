@@ -56,8 +56,7 @@ def lengths_of(
     prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool
 ) -> tuple[Setting, Setting]:
     """Return the maximum prompt and completion, from numbers of tokens and the model's positions (None: unknown)."""
-    limit = (positions or max(prompts) * 4) // 2
-    prompt = min(_round_up(max(prompts)), limit)
+    prompt = min(_round_up(max(prompts)), (positions or max(prompts) * 4) // 2)
     dropped = sum(length > prompt for length in prompts)
     prompt_why = f"the longest of {len(prompts):,} prompts has {max(prompts)} tokens"
     if dropped:
@@ -165,8 +164,7 @@ class Reward:
 
 def prompt_column(rows: Sequence[Item]) -> str:
     """Return the column of prompts. Raises ConfigError without such a column, or if prompts include the answer."""
-    column = _first_of(PROMPTS, rows)
-    if column is None:
+    if (column := _first_of(PROMPTS, rows)) is None:
         rule = f"no column of prompts with a value in every row ({', '.join(PROMPTS)})"
         raise ConfigError(f"data: {rule}; it has: {_names(rows)}; rename one")
     value = rows[0][column]
@@ -180,8 +178,7 @@ def builtin_reward(rows: Sequence[Item], prompt: str) -> Reward:
     """Return the built-in reward that compares completions with the data's answers. Raises ConfigError if none can."""
     if TOOL_CALLS in rows[0]:
         return Reward(name="tool_call", why=f"compares the calls of a completion with the column {TOOL_CALLS}")
-    column = _first_of([name for name in ANSWER_COLUMNS if name != prompt], rows)
-    if column is None:
+    if (column := _first_of([name for name in ANSWER_COLUMNS if name != prompt], rows)) is None:
         rule = f"no column of answers with a value in every row ({', '.join(ANSWER_COLUMNS)})"
         advice = "rename one, or name your own function with --reward my_rewards.py:function"
         raise ConfigError(f"data: {rule}; it has: {_names(rows)}; {advice}")

@@ -269,7 +269,7 @@ def test_an_async_reward_that_blocks_its_loop_costs_the_next_batch_nothing(never
 
 
 def test_an_event_loop_is_kept_as_long_as_it_responds():
-    loop = loading.ReusableLoop("test")
+    loop = loading.ReusableLoop()
     first = loop.get()
     loop.retire_if_blocked()
     assert loop.get() is first

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import RepetitionDetection, Sampling
+from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.inbox import Driver, Inbox
 from colocated_grpo.servers import remote
 from colocated_grpo.servers.remote import EngineGroup
+from colocated_grpo.settings.generation import RepetitionDetectionConfig
 from tests.support.engine_server import StepGate
 from tests.support.fakes import FakeEngine
 from tests.support.servers import until
@@ -320,7 +321,7 @@ def test_a_malformed_request_is_rejected_and_the_engine_goes_on(server, change, 
 
 
 def test_sampling_settings_arrive_as_sent(server):
-    limits = RepetitionDetection(max_pattern_size=5, min_count=3)
+    limits = RepetitionDetectionConfig(max_pattern_size=5, min_count=3)
     sampling = Sampling(
         temperature=0.5,
         max_tokens=3,

@@ -16,10 +16,11 @@ import torch.distributed as dist
 
 from benchmarks.patches import report
 from colocated_grpo.errors import RunError
-from colocated_grpo.rollout.engine import RepetitionDetection, TokenDelta
+from colocated_grpo.rollout.engine import TokenDelta
 from colocated_grpo.rollout.vllm import patches
 from colocated_grpo.rollout.vllm.spec import EngineSpec
 from colocated_grpo.runtime.distributed import World
+from colocated_grpo.settings.generation import RepetitionDetectionConfig
 from colocated_grpo.tools.make_model import build_char_tokenizer
 from colocated_grpo.types import Completion
 from tests.support.engines import PROBE, Pair, request_of
@@ -153,7 +154,7 @@ def ends(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
     ended_by = free.token_ids[4]
     token = pair.generate([request_of(0, 3, max_tokens=20, stop_token_ids=(ended_by,))])[0]
     eos = pair.engine._llm.llm_engine.model_config.hf_config.eos_token_id
-    detection = RepetitionDetection(max_pattern_size=8, min_count=4)
+    detection = RepetitionDetectionConfig(max_pattern_size=8, min_count=4)
     greedy = {"max_tokens": 56, "temperature": 0.0}  # a random model soon repeats itself
     repeating = pair.generate([request_of(0, 3, **greedy), request_of(1, 3, **greedy, repetition_detection=detection)])
     endless = pair.generate([request_of(n, 300 + n, max_tokens=40, temperature=2.0) for n in range(24)])
