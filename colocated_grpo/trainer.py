@@ -169,7 +169,8 @@ def batch_metrics(run: Run, groups: list[Group]) -> dict[str, float]:
     """Return metrics of the scored groups, also by environment if there are several; empty without groups."""
     if not groups:
         return {}
-    return rollout_metrics(groups, run.policy.version) | (environment_metrics(groups) if run.config.is_mixed else {})
+    by_environment = environment_metrics(groups) if run.config.is_mixed else {}
+    return rollout_metrics(groups, run.policy.version) | by_environment
 
 
 def make_batch(run: Run, step: int, groups: list[Group]) -> Batch:

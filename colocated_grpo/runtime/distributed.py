@@ -291,7 +291,8 @@ def use_deterministic_kernels() -> None:
 
 def derive_seed(*parts: int | str) -> int:
     """Return a 31-bit seed that depends only on the parts. Not collective."""
-    return int.from_bytes(blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest(), "big") & 0x7FFFFFFF
+    digest = blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") & 0x7FFFFFFF
 
 
 def seed_everything(seed: int) -> None:

@@ -27,7 +27,8 @@ def passages(row: files.Row) -> list[Passage]:
 
 def question(row: files.Row) -> list[Passage]:
     """Return the prompt as the model reads it, and the reference answer if the row has one."""
-    return [(PROMPT, row["prompt"]), *([] if row.get("answer") is None else [(ANSWER, row["answer"])])]
+    answer = [] if row.get("answer") is None else [(ANSWER, row["answer"])]
+    return [(PROMPT, row["prompt"]), *answer]
 
 
 def one_line(text: str, limit: int) -> str:

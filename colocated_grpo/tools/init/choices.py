@@ -56,7 +56,8 @@ def lengths_of(
     prompts: Sequence[int], answers: Sequence[int], positions: int | None, on_gpu: bool
 ) -> tuple[Setting, Setting]:
     """Return the maximum prompt and completion, from numbers of tokens and the model's positions (None: unknown)."""
-    prompt = min(_round_up(max(prompts)), (positions or max(prompts) * 4) // 2)
+    limit = (positions or max(prompts) * 4) // 2
+    prompt = min(_round_up(max(prompts)), limit)
     dropped = sum(length > prompt for length in prompts)
     prompt_why = f"the longest of {len(prompts):,} prompts has {max(prompts)} tokens"
     if dropped:
