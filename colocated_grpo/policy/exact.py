@@ -2,7 +2,8 @@
 
 Both call the kernels of `runtime/row_kernels.py`, `row_attention.py`, `norm_kernels.py` and `logit_kernels.py`.
 transformers' modules keep their parameters and structure; `use_exact_operators` replaces the functions that compute.
-Backward passes use the same matrix products and attention kernels as with `numerics: fast`.
+Backward passes use the same matrix products and attention kernels as with `numerics: fast`, but attention adds in one
+order.
 
 On CPUs, in float32, matrix products and attention are in `runtime/rows.py`, because their results depend on the number
 of rows there. Rotations use vLLM's operator. All others are plain torch, with the engine's results.
@@ -302,8 +303,8 @@ class _Attention(torch.autograd.Function):
         out, logsumexp = attend_packed(query, key, value, runs.cu_q, runs.cu_k, runs.longest_q, scale, left)
         ctx.save_for_backward(query, key, value, out, logsumexp, runs.cu_q, runs.cu_k)
         heads = query.shape[1], key.shape[1], query.shape[2]
-        has_kernel = left < 0 and runs.longest_q >= MIN_RUN_FOR_FA4 and has_fa4(*heads, query.dtype, query.device)
-        ctx.settings = runs.longest_q, runs.longest_k, scale, left, MIN_RUN_FOR_FA4 if has_kernel else NEVER
+        fits_fa4 = left < 0 and runs.longest_q >= MIN_RUN_FOR_FA4 and has_fa4(*heads, query.dtype, query.device)
+        ctx.settings = runs.longest_q, runs.longest_k, scale, left, MIN_RUN_FOR_FA4 if fits_fa4 else NEVER
         return out
 
     @staticmethod

@@ -1,7 +1,7 @@
 """FlashAttention 2 or 4 over packed sequences, as an operator that is opaque to torch.compile.
 
-FlashAttention 2 is torch's. Its operator with autograd is not used: the backward pass ignores deterministic algorithms
-that only warn.
+FlashAttention 2 is torch's. `varlen_attn` is not used: its backward pass adds in one order only if deterministic
+algorithms raise errors, and runs let them warn.
 
 A sink is one more score per head, in addition to the scores of the keys. The sink enters the softmax but has no value,
 so the sink only shrinks the output: with logsumexp L of the keys' scores and sink s, L' = log(exp L + exp s), out' =
@@ -74,17 +74,21 @@ def fa2_backward(
 
 @contextmanager
 def deterministic_kernels(enabled: bool) -> Iterator[None]:
-    """Let torch's operators use one order of summation, or any. FlashAttention 2 obeys only if others would raise."""
+    """Enable or disable deterministic algorithms, without warn_only, which FlashAttention 2 ignores."""
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    settings: Any = torch.utils.deterministic
-    filled = settings.fill_uninitialized_memory
-    torch.use_deterministic_algorithms(enabled)
-    settings.fill_uninitialized_memory = False  # kernels write all of their outputs
+    if before == (enabled, False):
+        yield
+        return
+    memory: Any = torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory
+    # torch.use_deterministic_algorithms would change a setting of the compiler, too.
+    torch._C._set_deterministic_algorithms(enabled, warn_only=False)
+    memory.fill_uninitialized_memory = False  # kernels write all of their outputs
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        settings.fill_uninitialized_memory = filled
+        torch._C._set_deterministic_algorithms(before[0], warn_only=before[1])
+        memory.fill_uninitialized_memory = filled
 
 
 def _fa2_settings(scale: float | None, left: int) -> dict[str, object]:
@@ -159,7 +163,7 @@ def packed_flash(
 
     min_run: smallest mean number of queries per run for FlashAttention 4, which has no windows and sinks; or `NEVER`.
     """
-    if _are_short(query, cu_q, min_run):
+    if _uses_fa2(query, cu_q, min_run):
         out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
         out = out.contiguous()
         return out, logsumexp if sinks_H is None else add_sinks(out, logsumexp, sinks_H)
@@ -192,7 +196,7 @@ def flash_backward(
     min_run: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Compute the gradients of query, key and value; grad and out: [T, H, D]. min_run: as in `packed_flash`."""
-    if _are_short(query, cu_q, min_run):
+    if _uses_fa2(query, cu_q, min_run):
         runs = Runs(cu_q, cu_k, longest_q, longest_k)
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
@@ -212,7 +216,7 @@ def _(grad, query, key, value, out, logsumexp, cu_q, cu_k, longest_q, longest_k,
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
 
-def _are_short(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
+def _uses_fa2(query: Tensor, cu_q: Tensor, min_run: int) -> bool:
     return len(query) < min_run * (len(cu_q) - 1)
 
 

@@ -3,7 +3,7 @@
 Keys are read in tiles, and tiles belong to parts; both are counted from a sequence's first key. A part is summed tile
 by tile, and parts are added in order, whether one program reads them all or each part has a program of its own. Keys
 that a query does not see add zeros. So an output depends neither on the queries that share a program, nor on the batch.
-Sums of exponentials (masses) are products by a matrix of ones: a sum over threads would follow the layout of the tile.
+The sum of exponentials (mass) is a matrix product with ones: the order of `tl.sum` depends on the tile's layout.
 
 Shapes: T queries, E packed keys, N runs of queries, B pages of a run, H query heads, K key-value heads, D head size.
 The last query of a run sees all keys of the run.
@@ -21,7 +21,7 @@ from colocated_grpo.runtime.triton_jit import jit
 PART = 512
 """Keys of a part."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""Exponentials are powers of two."""
+"""Scores are multiplied by it, because the kernel computes powers of two."""
 
 
 def attend_packed(
@@ -31,7 +31,7 @@ def attend_packed(
     """Return causal attention of each run, [T, H, D], and the logsumexps [H, T] in float32.
 
     cu_q, cu_k: [N + 1] int32. longest_q: at least the queries of each run. left: earlier keys that a query sees, -1 for
-    all. All sizes of heads are powers of two.
+    all. D must be a power of two.
     """
     out = torch.empty(query_THD.shape, dtype=query_THD.dtype, device=query_THD.device)
     logsumexp_HT = query_THD.new_empty(out.shape[1], len(out), dtype=torch.float32)
@@ -44,9 +44,10 @@ def attend_pages(
     query_THD: Tensor, keys: Tensor, values: Tensor, out_THD: Tensor, cu_q: Tensor, lengths_N: Tensor, table_NB: Tensor,
     longest_q: int, scale: float, left: int,
 ) -> Tensor:  # fmt: skip
-    """Write the same into `out_THD` for keys and values in pages, [pages, keys of a page, K, D], and return it.
+    """Write the output of `attend_packed` into `out_THD`, for keys in pages, and return it. Padded queries keep theirs.
 
-    lengths_N: keys of each run, int32. table_NB: its pages.
+    keys, values: [pages, keys of a page, K, D]. lengths_N: keys of each run, int32. table_NB: its pages. Pages before
+    the window are not read.
     """
     _launch(query_THD, keys, values, out_THD, None, cu_q, lengths_N, table_NB, longest_q, scale, left)
     return out_THD
@@ -60,10 +61,10 @@ def _launch(
     kv_heads, runs = keys.shape[2], len(cu_q) - 1
     assert query.stride(2) == keys.stride(3) == values.stride(3) == out.stride(2) == 1
     group, single = heads // kv_heads, longest_q == 1 and table is not None
-    rows = max(16 if single else 64, _power_of_two(group))
+    rows = max(16 if single else 64, triton.next_power_of_2(group))
     most_keys = 1 if table is None else table.shape[1] * keys.shape[1]
     programs = triton.cdiv(most_keys, PART) if single else triton.cdiv(longest_q, rows // group)
-    memory = _memory(query.device, _power_of_two(runs * kv_heads * programs if single else 1), group, size)
+    memory = _memory(query.device, runs * kv_heads * programs if single else 1, group, size)
     _attend[(kv_heads, runs, programs)](
         query, keys, values, out, out if logsumexp is None else logsumexp, cu_q, key_counts,
         cu_q if table is None else table, *memory, scale * LOG2_E.value, left, len(query),
@@ -72,30 +73,35 @@ def _launch(
         GROUP=group, ROWS=rows, SIZE=size, TILE=64 if size <= 128 else 32, PART=PART,
         PAGE=0 if table is None else keys.shape[1], HAS_WINDOW=left >= 0, SINGLE=single,
         LOGSUMEXP=logsumexp is not None, num_warps=4 if single or size <= 128 else 8, num_stages=2,
-        # A product and a sum in one instruction skip a rounding. The compiler would combine others in each variant.
+        # A product and a sum in one instruction skip a rounding. Each variant of the kernel would combine other pairs.
         enable_fp_fusion=False,
     )  # fmt: skip
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
 @cache
+def _memories(_device: torch.device, _group: int, _size: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+    return []
+
+
 def _memory(device: torch.device, parts: int, group: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return memory for parts: weighted sums of values, largest scores, masses; numbers of finished parts.
 
-    Never freed, because CUDA graphs contain its address. The kernel leaves the numbers at zero.
+    Never freed, because CUDA graphs contain its address; vLLM captures the largest graph first. The kernel leaves the
+    numbers at zero.
     """
-    assert device.type == "cpu" or not torch.cuda.is_current_stream_capturing()  # or a replay would set them to zero
-    tops, masses = torch.empty(2, parts * group, device=device)
-    finished = torch.zeros(parts, dtype=torch.int32, device=device)
-    return torch.empty(parts * group, size, device=device), tops, masses, finished
+    kept = _memories(device, group, size)
+    if not kept or len(kept[-1][-1]) < parts:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError("attention: no call before the capture of a CUDA graph, whose replays would zero memory")
+        tops, masses = torch.empty(2, parts * group, device=device)
+        finished = torch.zeros(parts, dtype=torch.int32, device=device)
+        kept.append((torch.empty(parts * group, size, device=device), tops, masses, finished))
+    return kept[-1]
 
 
 @jit
 def nothing(ROWS: tl.constexpr, SIZE: tl.constexpr):
-    """Return the results of no keys: largest score, finite so that no difference is NaN, mass and weighted sum."""
+    """Return largest score, mass and weighted sum of no keys. The score is finite: -inf minus -inf is NaN."""
     return tl.full([ROWS], -1e30, tl.float32), tl.zeros([ROWS], tl.float32), tl.zeros([ROWS, SIZE], tl.float32)
 
 
@@ -138,36 +144,38 @@ def store_part(sums, tops, masses, place, top, mass, total, real, SIZE: tl.const
 
 @jit
 def _read(
-    q, position, keys, values, pages, begin, whole, end, scale, left, key_page, key_token, value_page, value_token,
+    q, position, keys, values, pages, begin, whole, end, oldest, scale, left,
+    key_page, key_token, value_page, value_token,
     ROWS: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr,
 ):  # fmt: skip
     """Return the results of the keys from `begin` to `end`, of the same part.
 
-    position: of the query, or [ROWS, 1]. whole: end of tiles that all rows see as a whole.
+    position: of the only query, or of each row, [ROWS, 1]. whole: tiles before this key need no mask. oldest: first key
+    that any row sees. Pages before it may have been freed, and hold NaN.
     """
     top, _, total = nothing(ROWS, SIZE)
     masses = tl.zeros([ROWS, 16], tl.float32)
     for start in range(begin, whole, TILE):
         top, masses, total = _add_tile(
-            q, position, keys, values, pages, start, end, scale, left, key_page, key_token, value_page, value_token,
-            top, masses, total, SIZE, TILE, PAGE, HAS_WINDOW, False,
+            q, position, keys, values, pages, start, end, oldest, scale, left,
+            key_page, key_token, value_page, value_token, top, masses, total, SIZE, TILE, PAGE, HAS_WINDOW, False,
         )  # fmt: skip
     for start in range(whole, end, TILE):
         top, masses, total = _add_tile(
-            q, position, keys, values, pages, start, end, scale, left, key_page, key_token, value_page, value_token,
-            top, masses, total, SIZE, TILE, PAGE, HAS_WINDOW, True,
+            q, position, keys, values, pages, start, end, oldest, scale, left,
+            key_page, key_token, value_page, value_token, top, masses, total, SIZE, TILE, PAGE, HAS_WINDOW, True,
         )  # fmt: skip
     return top, tl.max(masses, 1), total
 
 
 @jit
 def _add_tile(
-    q, position, keys, values, pages, start, end, scale, left, key_page, key_token, value_page, value_token,
-    top, masses, total,
+    q, position, keys, values, pages, start, end, oldest, scale, left,
+    key_page, key_token, value_page, value_token, top, masses, total,
     SIZE: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, HAS_WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     place = start + tl.arange(0, TILE)
-    inside = place < end
+    inside = (place < end) & (place >= oldest) if HAS_WINDOW else place < end
     if PAGE > 0:
         page = tl.load(pages + place // PAGE, mask=inside, other=0).to(tl.int64)
         k_at, v_at = page * key_page + place % PAGE * key_token, page * value_page + place % PAGE * value_token
@@ -206,41 +214,43 @@ def _attend(
     PAGE: keys of a page, 0 for packed keys. SINGLE: each run has one query, and each of its parts has a program.
     """
     QUERIES: tl.constexpr = ROWS // GROUP
-    head, run = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    head, run, part = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     # The last queries see most keys: their programs begin first.
-    first = 0 if SINGLE else (tl.num_programs(2) - 1 - tl.program_id(2)) * QUERIES
+    first = 0 if SINGLE else (tl.num_programs(2) - 1 - part) * QUERIES
     start = tl.load(cu_q + run)
     queries = tl.load(cu_q + run + 1) - start
-    if first < queries:
+    length = tl.load(key_counts + run)
+    if PAGE == 0:
+        before = length.to(tl.int64)
+        length = tl.load(key_counts + run + 1) - length
+        keys += before * key_token
+        values += before * value_token
+    is_needed = first < queries
+    if SINGLE:
+        is_needed = is_needed & (part * PART < length)
+    if is_needed:
         row, column = tl.arange(0, ROWS), tl.arange(0, SIZE)[None, :]
         own = first + row // GROUP
         real = (row < QUERIES * GROUP) & (own < queries)
         heads, token = head * GROUP + row % GROUP, (start + own).to(tl.int64)
         q_at = query + token * query_token + heads * query_head
         q = tl.load(q_at[:, None] + column, mask=real[:, None], other=0.0)
-        length = tl.load(key_counts + run)
         keys += head * key_head
         values += head * value_head
-        if PAGE == 0:
-            before = length.to(tl.int64)
-            length = tl.load(key_counts + run + 1) - length
-            keys += before * key_token
-            values += before * value_token
         earlier = length - queries
         end = earlier + tl.minimum(first + QUERIES, queries)
-        low = tl.maximum(earlier + first - left, 0) // TILE * TILE if HAS_WINDOW else 0
+        oldest = tl.maximum(earlier + first - left, 0) if HAS_WINDOW else 0
+        low = oldest // TILE * TILE
         pages = table + run * table_run
         used = tl.cdiv(end, PART)
         done = used > 0
         if SINGLE:
-            part = tl.program_id(2)
-            done = part < used
             begin, stop = tl.maximum(part * PART, low), tl.minimum(part * PART + PART, end)
             top, mass, total = _read(
-                q, end - 1, keys, values, pages, begin, begin, stop, scale, left,
+                q, end - 1, keys, values, pages, begin, begin, stop, oldest, scale, left,
                 key_page, key_token, value_page, value_token, ROWS, SIZE, TILE, PAGE, HAS_WINDOW,
             )  # fmt: skip
-            if done & (used > 1):
+            if used > 1:
                 number = run * tl.num_programs(0) + head
                 place = number * tl.num_programs(2) * GROUP + row
                 store_part(sums, tops, masses, place + part * GROUP, top, mass, total, real, SIZE)
@@ -251,12 +261,12 @@ def _attend(
                     top, mass, total = added(sums, tops, masses, place, GROUP, used, real, ROWS, SIZE)
         else:
             top, mass, total = nothing(ROWS, SIZE)
-            for part in range(low // PART * PART, end, PART):
-                begin, stop = tl.maximum(part, low), tl.minimum(part + PART, end)
+            for begin_of_part in range(low // PART * PART, end, PART):
+                begin, stop = tl.maximum(begin_of_part, low), tl.minimum(begin_of_part + PART, end)
                 seen = 0 if HAS_WINDOW else tl.minimum(earlier + first + 1, stop) - begin
                 more = _read(
                     q, (earlier + own)[:, None], keys, values, pages, begin,
-                    begin + tl.maximum(seen, 0) // TILE * TILE, stop, scale, left,
+                    begin + tl.maximum(seen, 0) // TILE * TILE, stop, oldest, scale, left,
                     key_page, key_token, value_page, value_token, ROWS, SIZE, TILE, PAGE, HAS_WINDOW,
                 )  # fmt: skip
                 top, mass, total = combined(top, mass, total, *more)

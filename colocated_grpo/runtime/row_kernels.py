@@ -249,7 +249,7 @@ def _choose_experts(
         found = found / tl.sum(found, 0)
     at = row * CHOSEN + slot
     tl.store(weights + at, found, mask=slot < CHOSEN)
-    tl.store(experts + at, places, mask=slot < CHOSEN)
+    tl.store(experts + at, tl.minimum(places, EXPERTS - 1), mask=slot < CHOSEN)  # a row of NaN has found none
 
 
 def sum_keys(grad_EKD: Tensor, keys_E: Tensor, starts_E: Tensor, rows: int) -> Tensor:

@@ -16,7 +16,8 @@ HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
 def problems(policy: PolicyConfig, engine: EngineConfig, rollout: RolloutConfig, structured: bool) -> Iterator[str]:
     """Yield a line for each setting with which engine and policy compute different log-probabilities."""
-    unset = ("quantization", "kv_cache_dtype", "compilation_config", "moe_backend")
+    unset = ("quantization", "kv_cache_dtype", "compilation_config")
+    unset += ("attention_backend", "attention_config", "moe_backend", "kernel_config")  # of other kernels
     needed = {
         "engine.placement": (engine.placement, "colocated"),
         "engine.tensor_parallel_size": (engine.tensor_parallel_size, 1),
@@ -40,7 +41,7 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
     """Raise ConfigError with one line if `numerics: exact` does not support the device, the type or the model."""
     text, setting = text_part(config_json), "numerics=exact"
     if not (on_cpu or on_hopper):
-        rule = "was tested on Hopper GPUs (H100, H200); tensor cores of others may add in another order"
+        rule = "needs a Hopper GPU (H100, H200): tensor cores of others, not tested, may add in another order"
         raise ConfigError(f"{setting}: {rule}; set it to fast")
     if on_hopper and float32:
         raise ConfigError(f"{setting}: needs 16 bit on GPUs; set policy.compute_dtype: bfloat16")
@@ -48,12 +49,15 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
         rule = "16-bit norms of vLLM's engine for CPUs round differently from the policy's"
         raise ConfigError(f"{setting}: {rule}; set policy.compute_dtype: float32")
     if (kind := text.get("model_type")) not in EXACT_TYPES:
-        raise ConfigError(f"{setting}: model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}")
+        rule = f"model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}"
+        raise ConfigError(f"{setting}: {rule}; set it to fast")
     if on_cpu and kind == "qwen3_moe":
-        raise ConfigError(f"{setting}: vLLM's engine for CPUs packs experts together; set it to fast")
+        raise ConfigError(f"{setting}: vLLM's engine for CPUs packs the weights of experts; set it to fast")
     if not head_sizes(config_json) <= HEADS:
-        raise ConfigError(f"{setting}: heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256")
+        rule = f"heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256"
+        raise ConfigError(f"{setting}: {rule}; set it to fast")
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     for each in [rope, *(part for part in rope.values() if isinstance(part, dict))]:
         if (rotation := each.get("rope_type", each.get("type", "default"))) not in ROTATIONS:
-            raise ConfigError(f"{setting}: rotary embedding {rotation!r}; supported: {', '.join(ROTATIONS)}")
+            rule = f"rotary embedding {rotation!r}; supported: {', '.join(ROTATIONS)}"
+            raise ConfigError(f"{setting}: {rule}; set it to fast")

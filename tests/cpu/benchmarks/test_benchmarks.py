@@ -168,7 +168,7 @@ def test_exactness_compares_every_operator_of_the_engine_with_the_policys(measur
     work = ["--prompt", "20", "--sampled", "8", "--skip-graphs"]
     result = measured(exactness, "--gpus", "0", "--model", str(tiny_model(head_dim=64)), *work, forked=True)
 
-    assert [row["equal_layers"] for row in result["rows"]] == ["2 of 2"] * 9
+    assert [row["equal_layers"] for row in result["rows"]] == ["2 of 2"] * 10
     assert result["first difference"] == "none"
 
 

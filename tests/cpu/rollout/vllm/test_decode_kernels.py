@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -30,8 +32,8 @@ def test_only_as_many_parts_are_launched_as_the_longest_sequence_and_the_device_
 
 
 TYPES = {
-    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "num_sets", "finished"),
-    "*fp32": ("sums", "tops", "masses", "prefix_sums", "prefix_tops", "prefix_masses"),
+    "*i32": ("table", "lengths", "firsts", "counts", "prefix_tokens", "num_sets", "finished", "cu_q", "key_counts"),
+    "*fp32": ("sums", "tops", "masses", "prefix_sums", "prefix_tops", "prefix_masses", "logsumexps"),
     "*bf16": ("query", "keys", "values", "out", "key_scale", "value_scale"),
     "fp32": ("scale",),
 }
@@ -41,24 +43,42 @@ TYPES = {
 @pytest.mark.parametrize(("capability", "fp8"), [(80, False), (90, False), (90, True)])
 @pytest.mark.parametrize("name", ["decode_prefix", "decode_own"])
 def test_attention_compiles_for_gpus_that_this_machine_lacks(name, capability, fp8):
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from colocated_grpo.rollout.vllm import decode_kernels
 
     kernel, waits = getattr(decode_kernels, name), capability >= 90
     constants = {"BLOCK": 16, "GROUP": 2, "ROWS": 16, "SIZE": 128, "TILE": 64, "LEAST": 512, "QUANTIZED": fp8}
-    constants |= {"OVERLAPS": waits, "HAS_PREFIX": True}
-    types = {argument: kind for kind, arguments in TYPES.items() for argument in arguments}
-    types |= dict.fromkeys(constants, "constexpr") | (dict.fromkeys(("keys", "values"), "*u16") if fp8 else {})
+    types = dict.fromkeys(("keys", "values"), "*u16") if fp8 else {}
+    assert (
+        "griddepcontrol" in compiled(kernel, constants | {"OVERLAPS": waits, "HAS_PREFIX": True}, types, capability)
+    ) == waits
+
+
+@pytest.mark.parametrize(("single", "page"), [(True, 16), (False, 16), (False, 0)])
+@pytest.mark.parametrize("window", [False, True])
+def test_exact_attention_compiles_for_hopper(single, page, window):
+    from colocated_grpo.runtime import row_attention
+
+    constants = {"GROUP": 2, "ROWS": 16 if single else 64, "SIZE": 128, "TILE": 64, "PART": row_attention.PART}
+    constants |= {"PAGE": page, "HAS_WINDOW": window, "SINGLE": single, "LOGSUMEXP": not page}
+    ptx = compiled(row_attention._attend, constants, {}, 90, enable_fp_fusion=False)
+    assert "fma.rn.f32" not in ptx
+
+
+def compiled(kernel: Any, constants: dict[str, Any], types: dict[str, str], capability: int, **options: Any) -> str:
+    """Return the kernel's PTX."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    types = {argument: kind for kind, arguments in TYPES.items() for argument in arguments} | types
+    types |= dict.fromkeys(constants, "constexpr")
     source = ASTSource(
         fn=kernel,
         signature={argument: types.get(argument, "i32") for argument in kernel.arg_names},
         constexprs={(kernel.arg_names.index(key),): constants[key] for key in constants if key in kernel.arg_names},
     )
-    compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": 4})
-    assert ("griddepcontrol" in compiled.asm["ptx"]) == waits
+    target = GPUTarget("cuda", capability, 32)
+    return triton.compile(source, target=target, options={"num_warps": 4} | options).asm["ptx"]
 
 
 def test_siblings_are_looked_for_once_in_each_forward_pass(monkeypatch):
