@@ -53,8 +53,7 @@ def test_attention_compiles_for_gpus_that_this_machine_lacks(name, capability, f
     ) == waits
 
 
-@pytest.mark.parametrize(("single", "page"), [(True, 16), (False, 16), (False, 0)])
-@pytest.mark.parametrize("window", [False, True])
+@pytest.mark.parametrize(("single", "page", "window"), [(True, 16, True), (False, 16, True), (False, 0, False)])
 def test_exact_attention_compiles_for_hopper(single, page, window):
     from colocated_grpo.runtime import row_attention
 
