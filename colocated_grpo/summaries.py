@@ -161,14 +161,13 @@ class RewardCheck:
         rollouts = [rollout for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
         errors = [rollout.score.error for rollout in rollouts if rollout.score.failed]
         if len(errors) > self._max_errors * len(rollouts):
-            limit = f"rollout.max_reward_errors={self._max_errors:g}; the first: {errors[0]}"
-            raise RunError(f"rewards: {len(errors)} of {len(rollouts)} failed, above {limit}")
+            limit = f"rollout.max_reward_errors={self._max_errors:g}"
+            raise RunError(f"rewards: {len(errors)} of {len(rollouts)} failed, above {limit}; the first: {errors[0]}")
         none = self._expected and rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
         self._without = self._without + 1 if none else 0
         if self._without == STEPS_WITHOUT_REWARD:
             problem = f"no completion of the last {STEPS_WITHOUT_REWARD} steps has a reward, so nothing is trained"
-            advice = "all are None or NaN; return a number where the reward applies"
-            raise RunError(f"rewards: {problem}: {advice}")
+            raise RunError(f"rewards: {problem}: all are None or NaN; return a number where the reward applies")
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:

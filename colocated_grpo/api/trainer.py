@@ -136,8 +136,9 @@ class Trainer(TrainedModel):
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
             callback = FollowingCallback(callback, self, theirs)
             if unavailable := callback.unavailable():
-                unused = f"here these are never called, or None: {', '.join(unavailable)}"
-                self._loaded.notes.append(f"callback {callback.callback_name}: {unused}")
+                unused = ", ".join(unavailable)
+                note = f"callback {callback.callback_name}: here these are never called, or None: {unused}"
+                self._loaded.notes.append(note)
         self._callbacks.append(callback)
         check_callbacks(self._callbacks)
 

@@ -164,7 +164,7 @@ def pack(
 def _check_lengths(outlines: Iterable[Outline], budget: int, ranks: int) -> None:
     if (longest := max((outline.length for outline in outlines), default=0)) > budget:
         problem = f"a rollout of {longest} tokens, sampled before the run was resumed, does not fit"
-        least = f"{-(-longest // ranks)}"
+        least = -(-longest // ranks)
         raise RunError(f"batch.max_tokens_per_micro_batch={budget // ranks}: {problem}; set it to at least {least}")
 
 

@@ -197,9 +197,10 @@ def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> base.Environ
 
     games = TurnGames(name, entry, run.seed)
     if games.delayed and run.loss.correction.mode == "off" and run.loss.old_logprobs == "trainer":
-        problem = f"turns of {name!r} train after the end of their game, with newer weights than sampled them"
-        advice = "need importance weights; set another mode, or loss.old_logprobs=sampling"
-        raise base.EnvironmentSetupError(f"loss.correction.mode=off: {problem}, and {advice}")
+        raise base.EnvironmentSetupError(
+            f"loss.correction.mode=off: turns of {name!r} train after the end of their game, with newer weights than "
+            "sampled them, and need importance weights; set another mode, or loss.old_logprobs=sampling"
+        )
     return base.Environment(name=name, items=games, scorer=games.scorer)
 
 

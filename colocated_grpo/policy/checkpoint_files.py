@@ -185,8 +185,9 @@ def _download(config: ModelConfig, key: str, wanted: list[str]) -> Path:
 def check_export(setting: str, folder: Path) -> None:
     """Raise ConfigError if a folder with checksums, such as a run's export, is damaged. Other folders pass."""
     if (problem := exported_damage(folder)) is not None:
-        damaged = f"{setting}: {problem}"
-        raise ConfigError(f"{damaged}; export it again, or delete {CHECKSUMS_FILE} there if you made the change")
+        raise ConfigError(
+            f"{setting}: {problem}; export it again, or delete {CHECKSUMS_FILE} there if you made the change"
+        )
 
 
 class CheckpointReader:

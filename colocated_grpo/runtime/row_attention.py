@@ -21,7 +21,8 @@ from colocated_grpo.runtime.triton_jit import jit
 PART = 512
 """Keys of a part."""
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""Scores are multiplied by it, because the kernel computes powers of two."""
+"""Scores are multiplied by it, because kernels compute powers of two."""
+PartMemory = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def attend_packed(
@@ -64,7 +65,7 @@ def _launch(
     rows = max(16 if single else 64, triton.next_power_of_2(group))
     most_keys = 1 if table is None else table.shape[1] * keys.shape[1]
     programs = triton.cdiv(most_keys, PART) if single else triton.cdiv(longest_q, rows // group)
-    memory = _memory(query.device, runs * kv_heads * programs if single else 1, group, size)
+    memory = part_memory(query.device, runs * kv_heads * programs if single else 1, group, size, "own")
     _attend[(kv_heads, runs, programs)](
         query, keys, values, out, out if logsumexp is None else logsumexp, cu_q, key_counts,
         cu_q if table is None else table, *memory, scale * LOG2_E.value, left, len(query),
@@ -79,17 +80,17 @@ def _launch(
 
 
 @cache
-def _memories(_device: torch.device, _group: int, _size: int) -> list[tuple[Tensor, Tensor, Tensor, Tensor]]:
+def _memories(_device: torch.device, _group: int, _size: int, _kind: str) -> list[PartMemory]:
     return []
 
 
-def _memory(device: torch.device, parts: int, group: int, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def part_memory(device: torch.device, parts: int, group: int, size: int, kind: str) -> PartMemory:
     """Return memory for parts: weighted sums of values, largest scores, masses; numbers of finished parts.
 
-    Never freed, because CUDA graphs contain its address; vLLM captures the largest graph first. The kernel leaves the
-    numbers at zero.
+    Never freed, because CUDA graphs contain its address; vLLM captures the largest graph first. The kernels leave the
+    numbers at zero. kind: memories of different kinds are used at the same time.
     """
-    kept = _memories(device, group, size)
+    kept = _memories(device, group, size, kind)
     if not kept or len(kept[-1][-1]) < parts:
         if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise RuntimeError("attention: no call before the capture of a CUDA graph, whose replays would zero memory")

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from colocated_grpo.rollout.vllm.decode_kernels import decode_own, decode_prefix
 from colocated_grpo.rollout.vllm.siblings import Siblings, SiblingsOfStep
+from colocated_grpo.runtime.row_attention import LOG2_E, part_memory
 
 FEWEST_SEQUENCES = 32
 HEAD_SIZES = (64, 128, 256)
@@ -126,7 +127,7 @@ def decode(
     if cache_scales is not None:
         keys, values = keys.view(torch.uint16), values.view(torch.uint16)  # two numbers in each
     key_scale, value_scale = cache_scales or (query, query)
-    scale *= 1.4426950408889634  # log2(e): the kernels' exponentials are powers of two
+    scale *= LOG2_E.value
     strides = *query.stride()[:2], *keys.stride()[:3], *values.stride()[:3], table.stride(0)
     grid = kv_heads, sequences, parts  # heads first: the heads of one token are adjacent in the cache
     options = {
@@ -134,11 +135,11 @@ def decode(
         "TILE": min(shape.tile, shape.tile * USUAL_HEAD_SIZE // size), "num_warps": shape.warps,
         "num_stages": shape.stages, "ROWS": MOST_QUERY_HEADS, "LEAST": LEAST_TOKENS,
     }  # fmt: skip
-    own = _partial_results(query.device, group, size, "own")
+    own = part_memory(query.device, MOST_PROGRAMS, group, size, "own")
     prefix_tokens, prefix, overlaps = lengths, own[:3], False  # pointers that are not read
     if siblings is not None:
         prefix_tokens, overlaps = siblings.tokens, _can_overlap(query.device)
-        *prefix, finished = _partial_results(query.device, group, size, "prefix")
+        *prefix, finished = part_memory(query.device, MOST_PROGRAMS, group, size, "prefix")
         most_sets = max(1, sequences // 2)
         decode_prefix[kv_heads, most_sets, min(parts, prefix_parts_for(most_sets * kv_heads))](
             query, keys, values, table, *siblings, *prefix, finished, key_scale, scale, *strides, parts,
@@ -175,17 +176,6 @@ def parts_for(programs: int, longest: int) -> int:
 def prefix_parts_for(programs: int) -> int:
     """Return into how many parts a long prefix is divided. programs: pairs of a possible set and a key-value head."""
     return max(1, MOST_PREFIX_PROGRAMS // programs)
-
-
-@cache
-def _partial_results(device: torch.device, group: int, size: int, kind: str) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return memory for parts: weighted sums of values, largest scores, sums of exponentials (masses); finished parts.
-
-    Never freed, because CUDA graphs contain its address. The kernels leave the counts of finished parts at zero.
-    """
-    sums = torch.empty(MOST_PROGRAMS * group, size, device=device)
-    tops, masses = torch.empty(2, MOST_PROGRAMS * group, device=device)
-    return sums, tops, masses, torch.zeros(MOST_PROGRAMS, dtype=torch.int32, device=device)
 
 
 @cache
