@@ -269,11 +269,12 @@ def _attention(
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     """Replaces the forward of transformers' attention modules; the arguments are theirs."""
-    query, key, value = (
-        project(hidden_states).squeeze(0).unflatten(-1, (-1, module.head_dim))
-        for project in (module.q_proj, module.k_proj, module.v_proj)
-    )
-    if hasattr(module, "q_norm"):
+    query, key, value = (project(hidden_states) for project in (module.q_proj, module.k_proj, module.v_proj))
+    has_norms = hasattr(module, "q_norm")
+    if is_wide := has_norms and module.q_norm.weight.shape[0] > module.head_dim:  # OLMoE: a norm over all heads
+        query, key = module.q_norm(query), module.k_norm(key)
+    query, key, value = (each.squeeze(0).unflatten(-1, (-1, module.head_dim)) for each in (query, key, value))
+    if has_norms and not is_wide:
         query, key = module.q_norm(query, position_embeddings), module.k_norm(key, position_embeddings)
     else:
         query, key = (_rotated(heads, position_embeddings) for heads in (query, key))

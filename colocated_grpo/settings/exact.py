@@ -9,7 +9,8 @@ from colocated_grpo.settings.model_support import head_sizes
 from colocated_grpo.settings.schema import EngineConfig, PolicyConfig, RolloutConfig
 from colocated_grpo.types import JsonObject
 
-EXACT_TYPES = frozenset(("gemma3_text", "llama", "mistral", "qwen2", "qwen3", "qwen3_moe"))
+MIXTURES = frozenset(("olmoe", "qwen3_moe"))
+EXACT_TYPES = MIXTURES | {"gemma3_text", "llama", "mistral", "qwen2", "qwen3"}
 """Model types that `numerics: exact` supports."""
 HEADS, ROTATIONS = {64, 128, 256}, {"default", "linear", "llama3"}
 
@@ -51,7 +52,7 @@ def check_exact(config_json: JsonObject, *, on_cpu: bool, on_hopper: bool, float
     if (kind := text.get("model_type")) not in EXACT_TYPES:
         rule = f"model type {kind!r} is not supported, only {', '.join(sorted(EXACT_TYPES))}"
         raise ConfigError(f"{setting}: {rule}; set it to fast")
-    if on_cpu and kind == "qwen3_moe":
+    if on_cpu and kind in MIXTURES:
         raise ConfigError(f"{setting}: vLLM's engine for CPUs packs the weights of experts; set it to fast")
     if not head_sizes(config_json) <= HEADS:
         rule = f"heads of {max(head_sizes(config_json))}; attention needs 64, 128 or 256"

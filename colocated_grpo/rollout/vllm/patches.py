@@ -301,6 +301,7 @@ PATCHES: tuple[Patch, ...] = (
     _row_operator("model_executor.layers.activation:GeluAndMul.forward_cuda", own("make_gelu")),
     _row_operator("v1.attention.backends.flash_attn:flash_attn_varlen_func", own("make_attention")),
     _row_operator("model_executor.models.qwen3_moe:Qwen3MoeSparseMoeBlock.forward", own("make_mixture")),
+    _row_operator("model_executor.models.olmoe:OlmoeMoE.forward", own("make_mixture")),
     STEADY_SCHEDULE,
     STEADY_UPDATE,
     STEADY_SAMPLE,
