@@ -104,7 +104,7 @@ class Config(Section):
     numerics: Literal["fast", "exact"] = "fast"
     """exact: the policy computes, bit for bit, the log-probabilities that the engine computed while sampling. Each step
     checks this before the first update. On Hopper GPUs in 16 bit and on CPUs in float32, for Llama, Qwen 2 and 3,
-    Mistral and Gemma 3; on GPUs also for Qwen 3 MoE. Slower."""
+    Mistral and Gemma 3; on GPUs also for Qwen 3 MoE and OLMoE. Slower."""
     output_dir: FileName = "runs"
     """Folder in which run folders are created."""
     run_name: str | None = None
