@@ -171,6 +171,8 @@ def error_lines(
         elif kind == "union_tag_invalid":
             tags = str(context["expected_tags"]).replace("'", "")
             line = f"{dotted(path)}={show(context['tag'])}: must be one of {tags}"
+            if path == ("loss", "type") and "distil" in str(context["tag"]).lower():
+                line += "; for distillation, name the teacher in loss.kl.model: docs/guides/distillation.md"
         else:
             hidden = kind == "missing" or (kind == "value_error" and isinstance(value, Mapping))
             line = f"{dotted(path)}{'' if hidden else f'={show(value)}'}: {_rule(found[0])}"

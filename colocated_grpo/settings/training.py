@@ -5,10 +5,10 @@ Adapter settings are the settings of PEFT's LoraConfig for linear layers, under 
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, ValidationError, WrapValidator, model_validator
 
 from colocated_grpo.settings.base import DEFAULT_INIT, Fraction, InputFile, NonNegative, Number, Positive, Section
 from colocated_grpo.types import JsonObject
@@ -116,6 +116,14 @@ class LoRAConfig(Section):
         return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
 
 
+def _steps_or_fraction(value: object, validate: Callable[[object], float]) -> float:
+    """Validate warmup_steps. One rule replaces those of the two types, of which each is misleading alone."""
+    try:
+        return validate(value)
+    except ValidationError:
+        raise ValueError("must be a whole number of steps, or a fraction of the run from 0 to 1") from None
+
+
 class OptimizerConfig(Section):
     type: Literal["adamw", "adamw_8bit", "adafactor"] = "adamw"
     """adamw: torch's fused AdamW, 8 bytes of state per parameter. adamw_8bit: AdamW of bitsandbytes, 2 bytes of state
@@ -141,7 +149,7 @@ class PolicyConfig(Section):
     """Course of the learning rate after warmup, over the run's optimizer steps. A step in which all groups are pending
     (games with delayed returns) makes no optimizer step. A run with such steps ends before the schedule reaches
     min_lr."""
-    warmup_steps: NonNegative | Fraction = 0
+    warmup_steps: Annotated[NonNegative | Fraction, WrapValidator(_steps_or_fraction)] = 0
     """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n. Below 1: a fraction of the run's
     optimizer steps, rounded up."""
     grad_clip: Number = Field(1.0, gt=0)

@@ -43,6 +43,19 @@ from tests.support.config_text import config_error, load, notes
             "loss: {type: grppo}",
             "loss.type='grppo': must be one of grpo, dr_grpo, dapo, bnpo, cispo, gspo (line 3 of x.yaml)",
         ),
+        (
+            "loss: {type: distill}",
+            "loss.type='distill': must be one of grpo, dr_grpo, dapo, bnpo, cispo, gspo; "
+            "for distillation, name the teacher in loss.kl.model: docs/guides/distillation.md (line 3 of x.yaml)",
+        ),
+        *(
+            (
+                f"policy: {{warmup_steps: {value}}}",
+                f"policy.warmup_steps={value}: must be a whole number of steps, or a fraction of the run from 0 to 1 "
+                "(line 3 of x.yaml)",
+            )
+            for value in ("-0.5", "1.5", "-1", "'much'")
+        ),
         ("policy: {learning_rte: 1}", "policy.learning_rte: unknown key; did you mean policy.lr? (line 3 of x.yaml)"),
         (
             "max_completion_tokens: 9",
