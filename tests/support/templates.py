@@ -59,6 +59,10 @@ def forgets(row):
     len(row["prompt"]) < 6
 
 
+def says_no(row):
+    return "no"
+
+
 def leaves(row):
     raise SystemExit(4)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeAlias, cast
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.user_code.loading import errors_named, load_function
-from colocated_grpo.errors import ConfigError
+from colocated_grpo.errors import ConfigError, shortened
 from colocated_grpo.settings.sources import RowsSourceConfig
 
 if TYPE_CHECKING:
@@ -123,8 +123,9 @@ def filter_rows(rows: AnyRows, config: RowsSourceConfig, key: str) -> tuple[Sequ
         with errors_named(f"{key}: {name}: row {number}"):
             answer = keep(dict(rows[number]))
             (kept if answer else dropped).append(number)
-        if answer is None:
-            raise EnvironmentSetupError(f"{key}: {name}: row {number}: returned None, not true or false")
+        if answer is None or isinstance(answer, str):  # text: "no" would keep the row
+            rule = f"returned {shortened(repr(answer), 60)}, not true or false"
+            raise EnvironmentSetupError(f"{key}: {name}: row {number}: {rule}")
     if not dropped:
         return kept, None
     shown = ", ".join(map(str, dropped[:SHOWN])) + ", ..." * (len(dropped) > SHOWN)

@@ -111,6 +111,7 @@ def test_the_dry_run_shows_the_counts_and_evaluation_sets_are_filtered(data, cod
         ("CODE:fails", "'train': filter CODE:fails: row 0: KeyError: 'missing' (my_data.py, line "),
         ("CODE:leaves", "row 0: SystemExit: 4 (my_data.py, line "),
         ("CODE:forgets", "row 0: returned None, not true or false"),
+        ("CODE:says_no", "row 0: returned 'no', not true or false"),
         ("CODE:is_unclear", "row 0: ValueError: ambiguous (my_data.py, line "),
         ("gone.py:keep", "filter: cannot import 'gone.py': FileNotFoundError: no such file"),
     ],
