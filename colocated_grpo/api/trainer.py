@@ -122,7 +122,7 @@ class Trainer(TrainedModel):
         self._callbacks: list[object] = []
         for callback in callbacks if isinstance(callbacks, Sequence) else [callbacks] if callbacks else []:
             self.add_callback(callback)
-        check_names(self._loaded.config.sources)
+        check_names(self._loaded.config.environments, self._loaded.config.evaluation.sets)
         self._name = program_name() if config is None else Path(config).stem
         # Under torchrun, constructing GRPOConfig initializes a process group that nothing uses.
         self._replaces_group = args is not None and hasattr(args, "generation_batch_size")

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, unknown_name
 from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
 
@@ -48,25 +49,27 @@ KINDS = {
 }
 
 
-def check_names(sources: Iterable[EnvironmentConfig]) -> None:
+def check_names(environments: Iterable[EnvironmentConfig], sets: Iterable[EvaluationSetConfig]) -> None:
     """Raise ConfigError with a line for each unknown environment or reward. For the launcher: imports no user code."""
     from colocated_grpo.environments.rewards.functions import check_reward_name
 
+    keyed: list[tuple[EnvironmentConfig, str | None]] = [(source, None) for source in environments]
+    keyed += [(entry.source, f"evaluation set {entry.name!r}") for entry in sets]
     lines = []
-    for source in sources:
+    for source, key in keyed:
         try:
             if source.type in KINDS and getattr(source, "given", None) is None:
-                check_name(KINDS[source.type], source.name)
+                check_name(KINDS[source.type], source.name, key or "environments")
             for reward in getattr(source, "rewards", ()):
                 if reward.given is None:
-                    check_reward_name(reward.name, f"environments {source.name!r}: rewards")
+                    check_reward_name(reward.name, f"{key or f'environments {source.name!r}'}: rewards")
         except EnvironmentSetupError as error:
             lines.append(str(error))
     if lines:
         raise ConfigError(*lines)
 
 
-def check_name(kind: Kind, name: str) -> None:
+def check_name(kind: Kind, name: str, key: str = "environments") -> None:
     """Raise EnvironmentSetupError unless `name` is built in, adapted, or has the form of user code."""
     if (library := name.partition(":")[0]) in kind.adapters or name in kind.built_in:
         return
@@ -75,7 +78,7 @@ def check_name(kind: Kind, name: str) -> None:
     if ":" not in name:
         adapted = [f"{library}:<{adapter.argument}>" for library, adapter in kind.adapters.items()]
         valid = [*kind.built_in, *adapted, "module:object", "path/to/file.py:object"]
-        raise unknown_name("environments", kind.noun, name, valid)
+        raise unknown_name(key, kind.noun, name, valid)
 
 
 def find(kind: Kind, name: str, args: JsonObject) -> tuple[Any, JsonObject]:

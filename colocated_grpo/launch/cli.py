@@ -254,9 +254,8 @@ def adapted(config: Config, resume: str | None, name: str) -> tuple[Config, list
         nonlocal config, notes
         config, notes = check_inputs(config)
 
-    sources = config.sources
-    checks = (lambda: check_names(sources), adapt, lambda: check_resumed(config, resume, name), check_installed)
-    for check in checks:
+    names_are_known = partial(check_names, config.environments, config.evaluation.sets)
+    for check in (names_are_known, adapt, lambda: check_resumed(config, resume, name), check_installed):
         try:
             check()
         except ConfigError as error:

@@ -319,6 +319,21 @@ def test_an_unknown_name_is_reported_once_with_the_nearest_valid_one(config, eig
     assert once.startswith(f"error: {line} valid: ")
 
 
+def test_an_unknown_name_in_an_evaluation_set_is_reported_under_the_name_of_the_set(
+    config, eight_gpus, tmp_path, capsys
+):
+    (tmp_path / "rows.jsonl").touch()
+    (tmp_path / "x.yaml").write_text(
+        "model: {name: ./model}\n"
+        "environments: [{type: dataset, name: rows.jsonl, rewards: [gsm8k]}]\n"
+        "evaluation: {sets: [{name: a, source: rows.jsonl, rewards: [gsm9k]}, {name: b, source: {name: sortin}}]}\n"
+    )
+    assert main(["--config", config]) == 2
+    reward, task = capsys.readouterr().err.splitlines()
+    assert reward.startswith("error: evaluation set 'a': rewards: unknown reward 'gsm9k'; did you mean 'gsm8k'?")
+    assert task.startswith("error: evaluation set 'b': unknown task 'sortin'; did you mean 'sorting'?")
+
+
 @pytest.mark.parametrize(
     ("name", "rule"),
     [

@@ -147,5 +147,5 @@ def test_the_rows_of_an_evaluation_set_are_played_in_order(run):
 @pytest.mark.parametrize("text", examples("yaml"))
 def test_the_configs_of_the_guide_load(text):
     config = load(text, alone=True)
-    check_names(config.sources)
+    check_names(config.environments, config.evaluation.sets)
     assert config.environments[0].type == "agent"
