@@ -20,6 +20,7 @@ _ENTRY: KeyPath = ("environments", 0)
 """The environment entry that is set by arguments for data and rewards, and by TRL's names."""
 _FOREIGN = {
     "reward_processing_classes": "a reward model is given by its folder or name, and read with its own tokenizer",
+    "tokenizer": "give it as processing_class",
     "optimizers": "see policy.optimizer and policy.schedule",
     "quantization_config": "a base of 4 bits is nf4: bnb_4bit_quant_type, or policy.lora.base_dtype",
     "tools": "an episode calls tools: docs/guides/from_trl.md#tools-and-environments",

@@ -192,6 +192,7 @@ def test_the_config_of_peft_is_read():
         ({"reward_funcs": None}, "reward_funcs: required, but not given"),
         ({"train_datset": ROWS}, "train_datset: unknown argument; did you mean train_dataset?"),
         ({"dataset": ROWS}, "dataset: give the rows as train_dataset"),
+        ({"tokenizer": Length()}, "tokenizer: give it as processing_class"),
         ({"callback": Length()}, "callback: unknown argument; did you mean callbacks?"),
         ({"resume": "auto"}, "resume: an argument of train() and check()"),
         ({"policy": {"lr": -1}}, "policy.lr=-1: must be greater than 0 (argument)"),
