@@ -19,7 +19,7 @@ class RunError(RuntimeError):
 
 
 class NothingUsable(RunError):
-    """No usable data has arrived. The state of the run is sound, so a checkpoint is saved before the run ends."""
+    """Data or rewards are not usable. The state of the run is sound, so a checkpoint is saved before the run ends."""
 
 
 class AlreadyReported(Exception):

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 
 from colocated_grpo.advantages import is_constant, unbiased_std
-from colocated_grpo.errors import RunError
+from colocated_grpo.errors import NothingUsable, RunError
 from colocated_grpo.types import CUT_REASONS, STDERR, Group, Rollout
 
 
@@ -156,18 +156,22 @@ class RewardCheck:
         self._max_errors = max_errors
         self._without = 0
 
-    def check(self, groups: Sequence[Group]) -> None:
-        """Raise RunError if too many rewards of this step failed, or if the last steps had no reward at all."""
+    def check(self, groups: Sequence[Group], *, trained: bool = False) -> None:
+        """Raise RunError if too many rewards of this step failed, or if the last steps had no reward at all.
+
+        trained: there are completed steps to save, so the error is NothingUsable.
+        """
+        ended = NothingUsable if trained else RunError
         rollouts = [rollout for group in groups if not group.prompt.by_opponent for rollout in group.rollouts]
         errors = [rollout.score.error for rollout in rollouts if rollout.score.failed]
         if len(errors) > self._max_errors * len(rollouts):
             limit = f"rollout.max_reward_errors={self._max_errors:g}"
-            raise RunError(f"rewards: {len(errors)} of {len(rollouts)} failed, above {limit}; the first: {errors[0]}")
+            raise ended(f"rewards: {len(errors)} of {len(rollouts)} failed, above {limit}; the first: {errors[0]}")
         none = self._expected and rollouts and all(r.score.reward is None and r.advantages is None for r in rollouts)
         self._without = self._without + 1 if none else 0
         if self._without == STEPS_WITHOUT_REWARD:
             problem = f"no completion of the last {STEPS_WITHOUT_REWARD} steps has a reward, so nothing is trained"
-            raise RunError(f"rewards: {problem}: all are None or NaN; return a number where the reward applies")
+            raise ended(f"rewards: {problem}: all are None or NaN; return a number where the reward applies")
 
 
 def lack_of_signal(groups: Sequence[Group]) -> str | None:

@@ -128,7 +128,7 @@ def rollout(run: Run, step: int) -> tuple[list[Group], BatchResult]:
         with run.clock.time("generate"):
             groups = order()
     keep_best(run, step)
-    run.rewards.check(groups)
+    run.rewards.check(groups, trained=step > 0)
     settled = run.supply.settle(groups)
     chosen = [groups[place] for place in settled.trained_now] + settled.released
     # Sort by prompt index, so that training and logs do not depend on the order in which groups finished.

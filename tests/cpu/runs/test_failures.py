@@ -157,6 +157,27 @@ def test_more_reward_errors_than_allowed_end_the_run_with_one_line(tmp_path):
         "error: rewards: 16 of 16 failed, above rollout.max_reward_errors=0.2; the first: "
         "ZeroDivisionError: division by zero ("
     )
+    assert list(run.folder.glob("checkpoints/*")) == [], "no step was trained"
+
+
+FAILS_AFTER_TWO_STEPS = """
+calls = []
+def judge():
+    calls.append(None)
+    if len(calls) > 32:
+        raise OSError("the judge is down")
+    return float(len(calls) % 2)
+"""
+
+
+def test_rewards_that_fail_later_end_the_run_after_a_checkpoint_of_the_steps_before(tmp_path):
+    config = faulty(tmp_path, FAILS_AFTER_TWO_STEPS, training_steps=4, checkpoint={"every": 3})
+    run = failed(ForkedRun(tmp_path, config))
+    assert "16 of 16 failed, above rollout.max_reward_errors=0.2; the first: OSError: the judge is down" in run.stderr
+    assert [folder.name for folder in (run.folder / "checkpoints").iterdir()] == ["step_000002"]
+    with ForkedRun(tmp_path, config, "--resume", "auto") as resumed:
+        resumed.finish()
+    assert [row["step"] for row in resumed.rows(files.TRAIN)] == [0, 1, 2, 3]
 
 
 def test_a_reward_that_never_returns_fails_alone_and_does_not_keep_the_process_alive(tmp_path):
