@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split, Task
-from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation, Message, plain_text
+from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.environments.rewards.scoring import TaskScorer, as_score
 from colocated_grpo.environments.tasks.tool_use import ToolUse
@@ -168,7 +168,12 @@ class EpisodeTeacher(Teacher):
     task: ToolUse
 
     def _example(self, prompt: Prompt) -> Example:
-        conversation = _TeacherConversation(self, prompt)
+        async def teach(_token_ids: list[int], _max_tokens: int) -> Completion:
+            turn = self.tokenizer.encode(self.task.teach(prompt.item, conversation.turns))
+            return taught([*turn, self.tokenizer.eos_token_id])
+
+        codec, limit = ChatCodec(self.tokenizer), self.settings.max_completion_tokens
+        conversation = Conversation(prompt, codec, limit, teach)
         asyncio.run(self.task.run(prompt.item, conversation))
         rollout = conversation.rollout(NO_SCORE, temperature=1.0)
         labels = [
@@ -197,26 +202,6 @@ class EpisodeTeacher(Teacher):
             return NO_SCORE
         finally:
             sampler.remove_conversation()
-
-
-class _TeacherConversation(Conversation):
-    """A conversation whose turns come from the teacher instead of a model."""
-
-    def __init__(self, teacher: EpisodeTeacher, prompt: Prompt) -> None:
-        codec = ChatCodec(teacher.tokenizer)
-        super().__init__(prompt, codec, teacher.settings.max_completion_tokens, self._teach)
-        self._teacher = teacher
-        self._item = prompt.item
-        self._observations: list[str] = []
-
-    def observe(self, messages: str | Sequence[Message]) -> None:
-        super().observe(messages)
-        self._observations.append(plain_text(messages))
-
-    async def _teach(self, _token_ids: list[int], _max_tokens: int) -> Completion:
-        tokenizer = self._teacher.tokenizer
-        turn = tokenizer.encode(self._teacher.task.teach(self._item, self._observations))
-        return taught([*turn, tokenizer.eos_token_id])
 
 
 class _BatchSampler:

@@ -11,7 +11,7 @@ from pydantic import Field
 
 from colocated_grpo.environments.base import Item
 from colocated_grpo.environments.chat import ContextExhausted, Conversation
-from colocated_grpo.environments.rewards.builtin import last_number, without_thoughts
+from colocated_grpo.environments.rewards.builtin import without_thoughts
 from colocated_grpo.environments.tasks.procedural import OPERATORS, Procedural, Template, normal_integer
 
 EXPRESSION = re.compile(r"\s*(-?\d{1,9})\s*(?:([-+*])\s*(-?\d{1,9})\s*)?")
@@ -96,16 +96,15 @@ class ToolUse(Procedural):
                 model.observe([{"role": self.role, "content": tool_result(tools, calls[-1])}])
         return self._score(calls, item)
 
-    def teach(self, item: Item, observations: Sequence[str]) -> str:
-        """Return the correct message that follows `observations`, as supervision for a warm start."""
-        names, step = item["names"], len(observations)
-        if step < len(names):
-            return f"<search>{names[step]}</search>"
-        if step == len(names) and item["question"] not in names:
-            numbers = [_number(observation) for observation in observations]
-            value_of = dict(zip(names, numbers, strict=True))
+    def teach(self, item: Item, turn: int) -> str:
+        """Return the correct message of a turn, counted from 0, as supervision for a warm start."""
+        names = item["names"]
+        if turn < len(names):
+            return f"<search>{names[turn]}</search>"
+        if turn == len(names) and item["question"] not in names:
+            value_of = dict(line.split(": ") for line in item["text"].splitlines())
             return f"<calc>{NAME.sub(lambda name: value_of[name[0]], item['question'])}</calc>"
-        return f"<answer>{_number(observations[-1])}</answer>"
+        return f"<answer>{item['answer']}</answer>"
 
     def _score(self, calls: Sequence[Call], item: Item) -> dict[str, float]:
         answered = bool(calls) and calls[-1].name == ANSWER
@@ -152,12 +151,6 @@ def read_call(text: str) -> Call:
             calls.append(Call(name, text[position:end]))
             position = end + len(CLOSING[name])
     return calls[0] if len(calls) == 1 else MALFORMED
-
-
-def _number(observation: str) -> str:
-    number = last_number(observation)
-    assert number is not None, "right calls return numbers"
-    return number
 
 
 def tool_result(tools: Mapping[str, Callable[[str], str]], call: Call) -> str:

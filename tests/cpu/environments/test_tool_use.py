@@ -140,16 +140,13 @@ def test_an_episode_cut_by_its_token_limits_earns_nothing_and_keeps_its_parts():
 def test_questions_take_the_configured_number_of_calls_and_the_teacher_solves_them(calls):
     episode = build_episode("tool_use", {"min_calls": calls, "max_calls": calls, "operators": ["+", "-", "*"]})
     for item in islice(episode.prompts(3, "train"), 30):
-        observations: list[str] = []
-        turns = []
-        while not turns or "answer" not in turns[-1]:
-            turns.append(episode.teach(item, observations))
-            call = turns[-1]
-            inner = call.partition(">")[2].partition("<")[0]
-            observations.append(search(item["text"], inner) if "search" in call else calculate(inner or "0"))
-        score, _ = played(episode, item, *turns)
+        turns = [episode.teach(item, turn) for turn in range(calls + 1)]
+        score, rollout = played(episode, item, *turns)
         assert score.reward == 1.0
-        assert len(turns) == calls + 1
+        found, _, last = rollout.text.rpartition("<answer>")
+        assert f"{item['answer']}<|end|>" in found, "the tools have returned the answer"
+        assert last == f"{item['answer']}</answer><|end|>"
+        assert "error" not in found
 
 
 def test_training_and_held_out_questions_are_disjoint_and_determined_by_the_seed():
