@@ -66,29 +66,32 @@ class RunFolderError(RunError):
 
 def read_rows(path: Path, schema: RowSchema = STEP_ROW) -> Iterator[Row]:
     """Yield the rows of a .jsonl file, if it exists, without a last line that a kill has cut. Raises RunFolderError."""
-    for row in _parsed_rows(path, schema):
-        if isinstance(row, RunFolderError):
-            raise row
-        yield row
+    return (_parsed(where, line, schema) for where, line in _lines(path))
 
 
-def keep_before(path: Path, first_step: int, schema: RowSchema, note: Note) -> None:
-    """Rewrite a .jsonl file, as a stream, without rows of steps >= `first_step` and, with a note, damaged lines."""
+def keep_rows_before(run_dir: Path, first_step: int, note: Note) -> None:
+    """Rewrite the .jsonl files, as streams, without rows of steps >= `first_step` and, with a note, damaged lines."""
+    schemas = {METRICS_FILE: METRICS_ROW, ROLLOUTS_FILE: ROLLOUT_ROW, EVENTS_FILE: STEP_ROW, GAMES_FILE: GAME_ROW}
+    for name, schema in schemas.items():
+        if (path := run_dir / name).exists():
+            write_atomically(path, _kept(path, first_step, schema, note))
 
-    def kept() -> Iterator[str]:
-        damaged: list[RunFolderError] = []
-        for row in _parsed_rows(path, schema):
-            if isinstance(row, RunFolderError):
-                damaged.append(row)
-            elif row["step"] < first_step:
-                yield json_line(row)
-        if damaged:  # the file is replaced after the end of this generator
-            aside = path.with_name(path.name + SET_ASIDE)
-            aside.unlink(missing_ok=True)
-            shutil.copyfile(path, aside)
-            note(f"{damaged[0]}; left out {len(damaged)} such lines, the file as it was is {aside.name}")
 
-    write_atomically(path, kept())
+def _kept(path: Path, first_step: int, schema: RowSchema, note: Note) -> Iterator[str]:
+    damaged: list[RunFolderError] = []
+    for where, line in _lines(path):
+        try:
+            row = _parsed(where, line, schema)
+        except RunFolderError as error:
+            damaged.append(error)
+            continue
+        if row["step"] < first_step:
+            yield json_line(row)
+    if damaged:  # the file is replaced after the end of this generator
+        aside = path.with_name(path.name + SET_ASIDE)
+        aside.unlink(missing_ok=True)
+        shutil.copyfile(path, aside)
+        note(f"{damaged[0]}; left out {len(damaged)} such lines, the file as it was is {aside.name}")
 
 
 def object_of(where: Path | str, value: object) -> JsonObject:
@@ -111,18 +114,11 @@ def write_atomically(path: Path, parts: str | Iterable[str], mode: int = 0o666) 
     os.replace(temporary, path)
 
 
-def _parsed_rows(path: Path, schema: RowSchema) -> Iterator[Row | RunFolderError]:
-    """Yield each line as a row, or as an error if the line is not a row."""
-    if not path.is_file():
-        return
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for line_number, line in enumerate(lines, start=1):
-            if not line.endswith("\n"):
-                return
-            try:
-                yield _parsed(f"{path}:{line_number}", line, schema)
-            except RunFolderError as error:
-                yield error
+def _lines(path: Path) -> Iterator[tuple[str, str]]:
+    """Yield place and text of each complete line of a file, if it exists."""
+    if path.is_file():
+        with path.open(encoding="utf-8", errors="replace") as lines:
+            yield from ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.endswith("\n"))
 
 
 def _parsed(where: str, line: str, schema: RowSchema) -> Row:
@@ -256,14 +252,6 @@ def read_games(run_dir: Path) -> list[Row]:
 def game_title(game: Row) -> str:
     """Return a one-line title. Example: 'town, game 12, ended in step 40: mafia'"""
     return f"{game['source']}, game {game['game']}, ended in step {game['step']}: {game['winner']}"
-
-
-def keep_games_before(run_dir: Path, first_step: int, note: Note) -> None:
-    """Drop the games of steps >= `first_step`: they ended after the checkpoint that is resumed."""
-    # Events are written before games, so a kill may leave events only.
-    for name, schema in ((EVENTS_FILE, STEP_ROW), (GAMES_FILE, GAME_ROW)):
-        if (run_dir / name).exists():
-            keep_before(run_dir / name, first_step, schema, note)
 
 
 def append_games(run_dir: Path, step: int, games: Sequence[JsonObject]) -> None:

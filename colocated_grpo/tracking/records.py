@@ -26,17 +26,13 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class RunWriter:
-    """Append to metrics.jsonl and rollouts.jsonl. Drops rows of steps >= `first_step`, which a resume repeats."""
+    """Append to metrics.jsonl and rollouts.jsonl."""
 
-    def __init__(
-        self, run_dir: Path, first_step: int, rollouts_per_step: int, note: Note, decode: Decode | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, rollouts_per_step: int, decode: Decode | None) -> None:
         """decode: separates sampled from observed text in rollouts of several turns; None: stored as one text."""
         self.rollouts_per_step = rollouts_per_step
         self._run_dir = run_dir
         self._decode = decode
-        files.keep_before(run_dir / files.METRICS_FILE, first_step, files.METRICS_ROW, note)
-        files.keep_before(run_dir / files.ROLLOUTS_FILE, first_step, files.ROLLOUT_ROW, note)
         self._metrics = (run_dir / files.METRICS_FILE).open("a", encoding="utf-8")
         self._rollouts = (run_dir / files.ROLLOUTS_FILE).open("a", encoding="utf-8")
 

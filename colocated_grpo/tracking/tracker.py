@@ -170,8 +170,8 @@ class Tracker:
         edited = edited_files(self._run_dir, settings) if before else []
         secrets = files.write_config(self._run_dir, settings)
         files.append_environment(self._run_dir, describe_start(first_step), self.note)
-        self._writer = RunWriter(self._run_dir, first_step, self._tracking.rollouts_per_step, self.note, decode)
-        files.keep_games_before(self._run_dir, first_step, self.note)
+        files.keep_rows_before(self._run_dir, first_step, self.note)
+        self._writer = RunWriter(self._run_dir, self._tracking.rollouts_per_step, decode)
         self._sinks.open(settings, self._tracking, self._run_dir, first_step)
         self._output.open(banner_facts(settings, facts["model"], self._run_dir), first_step)
         for name, value in facts.items():

@@ -6,7 +6,7 @@ import json
 import tracemalloc
 
 from colocated_grpo.tools import show_rollouts
-from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, append_games, keep_games_before, read_games
+from colocated_grpo.tracking.files import EVENTS_FILE, GAMES_FILE, append_games, keep_rows_before, read_games
 from tests.support.tracked_run import HOSTILE, TrackedRun
 
 
@@ -46,7 +46,7 @@ def test_a_games_own_step_does_not_replace_that_of_the_run(tmp_path):
 
 
 def test_a_run_without_games_writes_no_games_file(tmp_path):
-    keep_games_before(tmp_path, 0, print)
+    keep_rows_before(tmp_path, 0, print)
     append_games(tmp_path, 1, [])
     assert list(tmp_path.iterdir()) == []
 
@@ -54,7 +54,7 @@ def test_a_run_without_games_writes_no_games_file(tmp_path):
 def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
     append_games(tmp_path, 0, [game(0)])
     (tmp_path / GAMES_FILE).unlink()
-    keep_games_before(tmp_path, 0, print)
+    keep_rows_before(tmp_path, 0, print)
     append_games(tmp_path, 0, [game(0)])
     assert len(read_games(tmp_path)) == 1
     assert len(events(tmp_path)) == 2
@@ -63,7 +63,7 @@ def test_events_whose_game_was_not_written_before_a_kill_are_dropped(tmp_path):
 def test_a_resume_drops_the_games_of_the_steps_that_it_repeats(tmp_path):
     for step in range(4):
         append_games(tmp_path, step, [game(step)])
-    keep_games_before(tmp_path, 2, print)
+    keep_rows_before(tmp_path, 2, print)
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1]
     append_games(tmp_path, 2, [game(7)])
     assert [row["game"] for row in read_games(tmp_path)] == [0, 1, 7]
@@ -75,7 +75,7 @@ def test_a_resume_streams_the_events_instead_of_loading_them(tmp_path):
     for step in range(10):
         append_games(tmp_path, step, [long_game])
     tracemalloc.start()
-    keep_games_before(tmp_path, 9, print)
+    keep_rows_before(tmp_path, 9, print)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 2 * 2**20
