@@ -201,7 +201,7 @@ def _turns(name: str, entry: TurnsSourceConfig, run: _RunValues) -> base.Environ
             f"loss.correction.mode=off: turns of {name!r} train after the end of their game, with newer weights than "
             "sampled them, and need importance weights; set another mode, or loss.old_logprobs=sampling"
         )
-    return base.Environment(name=name, items=games, scorer=games.scorer)
+    return base.Environment(name=name, items=games, scorer=games)
 
 
 BUILDERS: dict[str, Callable[[str, Any, _RunValues], base.Environment]] = {

@@ -29,23 +29,6 @@ RATES = ("parse_rate", "legal_rate")
 """Parts of an outcome that are reported as metrics."""
 
 
-class TurnScorer:
-    """Scores the completions of one turn together, on any rank."""
-
-    def __init__(self, environment: TurnEnvironment) -> None:
-        self._environment = environment
-
-    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        try:
-            outcomes = self._environment.score(prompt.item[TURN_KEY], texts)
-            scores = [as_score(_as_result(each)) for each in outcomes]
-            if len(scores) != len(texts):
-                raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
-        except BaseException as error:  # see scoring.score_each
-            return [Score(reward=None, error=one_line(error))] * len(texts)
-        return scores
-
-
 def _as_result(outcome: Any) -> object:
     """Return what a task's score() would return: a dict of parts, or the number or None that a game returned."""
     return {**outcome.parts, "reward": outcome.reward} if hasattr(outcome, "parts") else outcome
@@ -57,7 +40,7 @@ def _errors_of(name: str, method: str) -> AbstractContextManager[None]:
 
 
 class TurnGames(Items):
-    """The games of one `type: turns` entry."""
+    """The games of one `type: turns` entry, and their scorer."""
 
     def __init__(self, name: str, config: TurnsSourceConfig, seed: int) -> None:
         self.name = name
@@ -66,9 +49,8 @@ class TurnGames(Items):
         if "seed" in config.args:
             raise EnvironmentSetupError(f"{self._key}: args.seed is set by the run; remove it")
         self._factory, self._args = find(KINDS["turns"], config.name, config.args)
-        environment = self._build(seed)
-        self.delayed = environment.delayed
-        self.scorer = TurnScorer(environment)
+        self._scoring = self._build(seed)
+        self.delayed = self._scoring.delayed
 
     def _build(self, seed: int, *, held_out: bool = False) -> TurnEnvironment:
         # Held-out games use odd seeds, so no run trains on the held-out games of another run.
@@ -77,6 +59,17 @@ class TurnGames(Items):
             missing = [name for name in dir(TurnEnvironment) if name[0] != "_" and not hasattr(environment, name)]
             raise EnvironmentSetupError(f"{self._key}: not a turn environment, it has no {', '.join(missing)}")
         return environment
+
+    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
+        """Score the completions of one turn together. On any rank."""
+        try:
+            outcomes = self._scoring.score(prompt.item[TURN_KEY], texts)
+            scores = [as_score(_as_result(each)) for each in outcomes]
+            if len(scores) != len(texts):
+                raise ValueError(f"score() returned {len(scores)} outcomes for {len(texts)} completions")
+        except BaseException as error:  # see scoring.score_each
+            return [Score(reward=None, error=one_line(error))] * len(texts)
+        return scores
 
     def open_stream(self, seed: int) -> "TurnStream":
         return TurnStream(self.name, self._build(seed), self._config, seed)
