@@ -150,29 +150,24 @@ class Judge(Section):
         return {**self.request, "model": self.model, "messages": [*system, {"role": "user", "content": text}]}
 
     async def _outcome(self, key: str, body: Mapping[str, object]) -> Outcome:
-        try:
-            score = self._score(await self._ask(body))
-        except BudgetSpent:
-            return None
-        except NoReward as failure:
-            return failure
-        self._cache.put(key, score)
-        return score
-
-    async def _ask(self, body: object) -> object:
-        """Return the JSON of the response. Raises BudgetSpent, and NoReward if no attempt succeeds."""
         path = "" if self.model is None else "/chat/completions"
         for attempt in count():
             if self._requests >= (self.max_requests or math.inf) or self._tokens >= (self.max_tokens or math.inf):
-                raise BudgetSpent
+                return None
             self._requests += 1
+            loop = asyncio.get_running_loop()
             try:
-                return await asyncio.get_running_loop().run_in_executor(self._threads, self._client.post, path, body)
+                score = self._score(await loop.run_in_executor(self._threads, self._client.post, path, body))
+            except NoReward as failure:
+                return failure
             except (RequestRejected, Unavailable) as error:
                 if isinstance(error, RequestRejected) and error.status not in RETRIED_STATUS:
-                    raise NoReward(f"the judge rejects the request: {error}") from None
+                    return NoReward(f"the judge rejects the request: {error}")
                 if attempt == self.retries:
-                    raise NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}") from None
+                    return NoReward(f"the judge is unavailable, attempts: {attempt + 1}, the last: {error}")
+            else:
+                self._cache.put(key, score)
+                return score
             # Random, so that requests refused together are not retried together. The wait blocks no thread.
             await asyncio.sleep(min(MAX_WAIT, self.backoff * 2**attempt) * random.uniform(0.5, 1.0))
 
@@ -195,10 +190,6 @@ class Judge(Section):
         if not low <= score <= high or math.isinf(score):
             raise NoReward(f"the judge's score {score:g} is outside bounds={[low, high]}")
         return score
-
-
-class BudgetSpent(Exception):
-    """The budget allows no further request."""
 
 
 class ScoreCache:
