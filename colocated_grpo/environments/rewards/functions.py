@@ -260,27 +260,22 @@ def _errors(results: Iterable[Score]) -> str | None:
     return "; ".join(dict.fromkeys(result.error for result in results if result.error is not None)) or None
 
 
+@dataclass(eq=False)
 class RewardWorkers:
     """The worker processes that run reward functions of one dataset."""
 
-    def __init__(self, named: Sequence[tuple[str, RewardConfig]], key: str) -> None:
-        """named: (name, config) of each function. The first process is started at once."""
-        # Functions of weight 0 are called last: if such a function ends the process, no completion loses its reward.
-        named = sorted(named, key=lambda one: one[1].weight == 0)
-        self._names = [name for name, _ in named]
-        self._pool = WorkerPool(partial(load_functions, named, key))
-        self.first = self._pool.start()
-        self.close = self._pool.close
+    names: Sequence[str]
+    pool: WorkerPool
 
     def results(self, inputs: RewardInputs) -> dict[str, list[Score]]:
         """Return the results by function name. If the process ends, functions without a result count as failed."""
         responses: list[list[Score]] = []
         try:
-            responses, error = self._pool.ask(inputs, names=[f"{name}: " for name in self._names])
+            responses, error = self.pool.ask(inputs, names=[f"{name}: " for name in self.names])
         except NOT_SENDABLE as problem:
             error = f"run_in: cannot send the prompt to a process: {loading.one_line(problem)}; set thread"
-        failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self._names}
-        return failed | dict(zip(self._names, responses, strict=False))
+        failed = {name: [Score(reward=None, error=error)] * len(inputs.texts) for name in self.names}
+        return failed | dict(zip(self.names, responses, strict=False))
 
 
 def load_functions(named: Sequence[tuple[str, RewardConfig]], key: str) -> tuple[Started, Answer]:
@@ -301,17 +296,16 @@ def start_workers(
 
     `run_in: auto` means threads if a process cannot load all these functions, or loads any of DEVICE_LIBRARIES.
     """
-    pairs = list(zip(functions, configs, strict=True))
+    # Functions of weight 0 are called last: if such a function ends the process, no completion loses its reward.
+    pairs = sorted(zip(functions, configs, strict=True), key=lambda pair: pair[1].weight == 0)
     chosen = [(f.name, c) for f, c in pairs if c.run_in == "process" or (c.run_in == "auto" and _suits(c, f.function))]
     forced = [(name, config) for name, config in chosen if config.run_in == "process"]
-    for named in (chosen, forced):
-        if not named:
-            return None
-        workers = RewardWorkers(named, key)
-        started = workers.first.wait_until_started()
+    for named in filter(None, (chosen, forced)):
+        pool = WorkerPool(partial(load_functions, named, key))
+        started = pool.start().wait_until_started()
         if started.error is None and (named == forced or not started.modules):
-            return workers
-        workers.close()
+            return RewardWorkers([name for name, _ in named], pool)
+        pool.close()
         if named == forced:
             raise EnvironmentSetupError(f"{key}: {started.error}; it was loaded in a process (run_in)")
     return None

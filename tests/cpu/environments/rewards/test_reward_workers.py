@@ -71,7 +71,7 @@ def scorer(file):
     yield make
     for one in made.values():
         if one.workers is not None:
-            one.workers.close()
+            one.workers.pool.close()
 
 
 def build(configs: list[RewardConfig]) -> RewardScorer:
@@ -120,7 +120,7 @@ def test_a_reward_of_weight_zero_that_ends_its_process_costs_no_completion_its_r
     try:
         [exited, fine] = scores(scorer, "exit", "fine")
     finally:
-        scorer.workers.close()
+        scorer.workers.pool.close()
     assert (exited.reward, fine.reward, exited.parts["length"]) == (8.0, 8.0, 8.0)
     assert exited.error == "misbehave: the worker process ended with exit code 0"
 
