@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from colocated_grpo.assembly.engines import Site
-from colocated_grpo.environments.base import BatchSource
 from colocated_grpo.environments.build import Environments, build_environments
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.environments.rewards.workers import end_idle_workers
+from colocated_grpo.environments.streams import PromptSource
 from colocated_grpo.evaluation.evaluator import EvaluationSet
 from colocated_grpo.evaluation.metrics import Answer, answer_function, set_metrics
 from colocated_grpo.policy.model_files import ModelFiles
@@ -113,7 +113,7 @@ class Data:
     """Environments, and their prompts on the ranks that draw them."""
 
     environments: Environments
-    source: BatchSource | None
+    source: PromptSource | None
     """Training prompts; on rank 0 only, and None if other processes supply all groups."""
     sets: list[EvaluationSet]
 
@@ -130,7 +130,7 @@ def build_data(config: Config, model: ModelFiles, site: Site, *, trains: bool = 
     return Data(environments=environments, source=source, sets=sets)
 
 
-def open_source(environments: Environments, note: Note) -> BatchSource:
+def open_source(environments: Environments, note: Note) -> PromptSource:
     """Return the source of training prompts. Rank 0 only: reads data."""
     source = environments.open_source()
     for environment in environments.trained:

@@ -1,4 +1,4 @@
-"""Interfaces of environments: tasks, episodes, scorers, entries built from the config, and the source of prompts."""
+"""Interfaces of environments: tasks, episodes, scorers, items, and entries built from the config."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -187,18 +187,3 @@ class Environment:
     episode: Playable | None = None
     limits: AgentLimits | None = None
     """Limits of the agents. Set only if agents request the episode's turns over HTTP."""
-
-
-class BatchSource(Protocol):
-    """Source of training prompts. Lives on rank 0 only."""
-
-    def next(self, n: int) -> list[Prompt]:
-        """Return `n` policy prompts, or fewer if all games wait for the opponent, plus any opponent prompts."""
-
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        """Record the scored groups of all prompts from the last next(), and decide which groups train."""
-
-    def state_dict(self) -> JsonObject:
-        """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
-
-    def load_state_dict(self, state: JsonObject) -> None: ...

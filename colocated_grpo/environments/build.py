@@ -55,7 +55,7 @@ class Environments:
                 if isinstance(one.function, RewardModel):
                     one.function.load(device)
 
-    def open_source(self) -> base.BatchSource:
+    def open_source(self) -> PromptSource:
         """Return the source of training prompts. Like all methods below it reads data, so it is for rank 0 only."""
         streams = {each.name: each.items.open_stream(self.seed) for each in self.trained}
         for each in self.trained:

@@ -164,7 +164,7 @@ class Mixture:
 
 
 class PromptSource:
-    """A BatchSource that draws prompts from all environments."""
+    """Source of training prompts, which draws from all environments. Lives on rank 0 only."""
 
     def __init__(
         self, streams: Mapping[str, base.ItemStream], weights: Mapping[str, float], encoder: PromptEncoder
@@ -179,6 +179,7 @@ class PromptSource:
         self._num_dropped_reported = 0
 
     def next(self, n: int) -> list[Prompt]:
+        """Return `n` policy prompts, or fewer if all games wait for the opponent, plus any opponent prompts."""
         prompts: list[Prompt] = []
         by_opponent = 0
         # The limit is for the case that every open game waits for the opponent: each further turn starts another game.
@@ -201,6 +202,7 @@ class PromptSource:
         raise self.encoder.no_usable_prompt(name, stream.max_attempts)
 
     def record(self, groups: Sequence[Group]) -> base.BatchResult:
+        """Record the scored groups of all prompts from the last next(), and decide which groups train."""
         parts: list[base.BatchResult] = []
         for name, stream in self.streams.items():
             positions = [position for position, group in enumerate(groups) if group.prompt.source == name]
@@ -212,6 +214,7 @@ class PromptSource:
         return result
 
     def state_dict(self) -> JsonObject:
+        """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),

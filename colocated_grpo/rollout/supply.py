@@ -7,7 +7,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from colocated_grpo.environments.base import BatchResult, BatchSource, EnvironmentSetupError, merge_results
+from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError, merge_results
+from colocated_grpo.environments.streams import PromptSource
 from colocated_grpo.rollout.collect import Collector, Gather, Stopped
 from colocated_grpo.rollout.engine import Sampling
 from colocated_grpo.rollout.prompt_queue import Job
@@ -61,7 +62,7 @@ class Opponent(Protocol):
 class PromptSupply(Supply):
     """Prompts that rank 0 draws and all ranks sample."""
 
-    source: BatchSource | None
+    source: PromptSource | None
     """Needed on rank 0 only."""
     collector: Collector
     config: RolloutConfig
@@ -128,7 +129,7 @@ class PromptSupply(Supply):
         settled = self.collector.world.from_main(lambda: self._main_source().record(groups))
         return settled if self.resampling is None else self.resampling.choose(groups, settled)
 
-    def _main_source(self) -> BatchSource:
+    def _main_source(self) -> PromptSource:
         assert self.source is not None  # on rank 0
         return self.source
 

@@ -36,7 +36,7 @@ def asked(seed: int) -> Request:
 
 
 class Prompts:
-    """A `BatchSource` that holds the last group of each step back for one step, and counts what it gave."""
+    """A source of prompts that holds the last group of each step back for one step, and counts what it gave."""
 
     def __init__(self) -> None:
         self.given = 0

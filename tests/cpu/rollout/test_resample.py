@@ -28,7 +28,7 @@ WANTED, GROUP = 8, 2
 
 
 class Prompts:
-    """A `BatchSource` that returns each batch in reverse, as a sort by length may."""
+    """A source of prompts that returns each batch in reverse, as a sort by length may."""
 
     def __init__(self) -> None:
         self.given = 0
