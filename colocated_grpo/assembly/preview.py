@@ -69,7 +69,7 @@ def preview(config: Config, place: Placement, note: Note) -> list[str]:
     if environments.trained:
         source = data.open_source(environments, note)
         prompts = source.next(count)
-        if dropped := source.state_dict()["dropped"]:
+        if dropped := source.num_dropped:
             rule = "empty, or longer than rollout.max_prompt_tokens"
             note(f"{dropped} of the first {dropped + len(prompts)} prompts are left out: {rule}")
     data.draw_evaluated(config.evaluation, environments, note)

@@ -127,12 +127,11 @@ class UnsolvedItems(base.ItemStream):
         return replace(result, metrics=result.metrics | metrics)
 
     def state_dict(self) -> JsonObject:
-        return {**self._stream.state_dict(), SOLVED_KEY: {"numbers": dict(self._numbers), "skipped": self._skipped}}
+        return {**self._stream.state_dict(), SOLVED_KEY: {"numbers": dict(self._numbers)}}
 
     def load_state_dict(self, state: JsonObject) -> None:
         self._stream.load_state_dict(state)
-        own = state.get(SOLVED_KEY, {"numbers": {}, "skipped": 0})  # missing if the run had no such setting
-        self._numbers, self._skipped = dict(own["numbers"]), own["skipped"]
+        self._numbers = dict(state.get(SOLVED_KEY, {"numbers": {}})["numbers"])  # missing without this setting
 
 
 def key_of(item: base.Item) -> str:
@@ -175,8 +174,7 @@ class PromptSource:
         self.num_prompts = 0
         """Prompts returned so far, including prompts for an opponent."""
         self.num_dropped = 0
-        """Items skipped so far because their prompt was empty or too long."""
-        self._num_dropped_reported = 0
+        """Items skipped since the last `record` because their prompt was empty or too long."""
 
     def next(self, n: int) -> list[Prompt]:
         """Return `n` policy prompts, or fewer if all games wait for the opponent, plus any opponent prompts."""
@@ -209,18 +207,16 @@ class PromptSource:
             part = stream.record([groups[position] for position in positions])
             parts.append(replace(part, trained_now=[positions[index] for index in part.trained_now]))
         result = base.merge_results(parts)
-        result.metrics["prompts_dropped"] = float(self.num_dropped - self._num_dropped_reported)
-        self._num_dropped_reported = self.num_dropped
+        result.metrics["prompts_dropped"], self.num_dropped = float(self.num_dropped), 0
         return result
 
     def state_dict(self) -> JsonObject:
-        """Return the position as plain data. A source that loads it continues with the same prompts as this source."""
+        """Return the position between steps as plain data. A source that loads it continues with the same prompts."""
         return {
             "streams": {name: stream.state_dict() for name, stream in self.streams.items()},
             "counts": dict(self.mixture.counts),
             "fractions": self.mixture.fractions,
             "num_prompts": self.num_prompts,
-            "dropped": self.num_dropped,
         }
 
     def load_state_dict(self, state: JsonObject) -> None:
@@ -236,4 +232,3 @@ class PromptSource:
         if state["fractions"] == self.mixture.fractions:
             self.mixture.counts = dict(state["counts"])
         self.num_prompts = state["num_prompts"]
-        self.num_dropped = self._num_dropped_reported = state["dropped"]

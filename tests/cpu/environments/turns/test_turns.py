@@ -264,12 +264,13 @@ def test_turns_with_too_long_prompts_are_played_by_the_environment():
     assert [prompt.item["turn"].id for prompt in source.next(2)] == ["0.9", "1.9"]
     assert environment_of(source).passed == ["0.11", "0.10", "1.11", "1.10"]
     short = built(town(games=2), max_prompt_tokens=180)
-    source = short.open_source()
+    source, dropped = short.open_source(), 0.0
     for _ in range(20):
         prompts = source.next(3)
         assert all(len(prompt.token_ids) <= 180 for prompt in prompts)
-        source.record([scored_group(short, prompt, texts_for(prompt)) for prompt in prompts])
-    assert source.num_dropped > 10
+        result = source.record([scored_group(short, prompt, texts_for(prompt)) for prompt in prompts])
+        dropped += result.metrics["prompts_dropped"]
+    assert dropped > 10
 
 
 def test_a_game_whose_prompts_are_all_too_long_raises_one_line():
