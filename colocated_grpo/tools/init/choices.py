@@ -251,6 +251,9 @@ def make_plan(data: Path, model_name: str, reward_name: str | None, place: Place
     tokenizer = read_tokenizer(config.model)
     if tokenizer.chat_template is None:
         reward = replace(reward, system_prompt=None)
+        if any(isinstance(row[column], list) for row in rows):
+            rule = f"the messages in {column!r} need a chat template, which this model lacks"
+            raise ConfigError(f"--model={model_name}: {rule}; write prompts as text, or name another model")
     prompts, answers = _count_tokens(rows, column, reward, tokenizer)
     lengths = lengths_of(prompts, answers, longest_sequence(text), place.on_gpu)
     limits = {length.key: length.value for length in lengths}

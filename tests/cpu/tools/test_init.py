@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,15 @@ def test_the_written_config_trains(written, tmp_path):
     rollout = settings["rollout"] | {"prompts_per_step": 2, "group_size": 2, "max_completion_tokens": 8}
     with ForkedRun(tmp_path, settings | quick | {"rollout": rollout, "run_name": "run"}) as run:
         assert [row["step"] for row in run.finish().rows("train")] == [0]
+
+
+def test_messages_for_a_model_without_a_chat_template_are_rejected(tmp_path, capsys):
+    model, data = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "rows.jsonl"
+    (model / "chat_template.jinja").unlink()
+    data.write_text(json.dumps({"prompt": CONVERSATION[:1], "answer": "2"}) + "\n" + '{"prompt": "1?", "answer": "1"}\n')
+    assert main([str(data), "--model", str(model), "--gpus", "0"]) == 2
+    line = f"error: --model={model}: the messages in 'prompt' need a chat template, which this model lacks; write prompts"
+    assert capsys.readouterr().err.splitlines()[-1].startswith(line)
 
 
 def test_a_file_is_never_overwritten(written, capsys):
