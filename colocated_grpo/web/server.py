@@ -161,15 +161,8 @@ class OwnRequests:
         if origin is None:
             foreign = headers.get("sec-fetch-site") in OTHER_SITES
         else:
-            foreign = origin not in self.origins and not _is_at(host, origin)
+            foreign = origin not in self.origins and origin.partition("://")[2].lower() != host.lower()
         return "requests from web pages of other sites are not accepted" if foreign else None
-
-
-def _is_at(host: str, origin: str) -> bool:
-    try:
-        return urlsplit(origin).netloc.lower() == host.lower()
-    except ValueError:
-        return False
 
 
 BACKLOG = 2048
