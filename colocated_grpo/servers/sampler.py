@@ -67,8 +67,8 @@ class _Growing:
         self._is_ready = False
         self._so_far = CompletionPart(index=index, text="", token_ids=[], logprobs=[])
         """All tokens; with the text and the finish reason once the completion has ended."""
-        self._decoded, self._taken = 0, 0
-        """Tokens passed to the detokenizer, and tokens in earlier parts."""
+        self._taken = 0
+        """Tokens in earlier parts."""
 
     def add(self, new: TokenDelta) -> None:
         self._so_far.token_ids.extend(new.token_ids)
@@ -90,12 +90,9 @@ class _Growing:
         part, start = self._so_far, self._taken
         if part.finish_reason is not None:
             text = part.text[self._detokenizer.emitted :]
-        else:
-            text = self._detokenizer.add(part.token_ids[self._decoded :])
-            self._decoded = len(part.token_ids)
-            if not text:
-                return None
-            self._taken = self._decoded
+        elif not (text := self._detokenizer.increment(part.token_ids)):
+            return None
+        self._taken = len(part.token_ids)
         return replace(part, text=text, token_ids=part.token_ids[start:], logprobs=part.logprobs[start:], start=start)
 
 

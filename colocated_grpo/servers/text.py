@@ -153,7 +153,6 @@ class Detokenizer:
     def __init__(self, decode: Decode, stop: Sequence[str]) -> None:
         self._decode = decode
         self._stop = stop
-        self._tokens: list[int] = []
         self._context, self._decoded = 0, 0
         """Tokens before `_decoded` have been converted to text. Tokens from `_context` on are decoded again."""
         self._pending = ""
@@ -162,14 +161,13 @@ class Detokenizer:
         self.emitted = 0
         """Characters returned so far."""
 
-    def add(self, token_ids: Sequence[int]) -> str:
-        """Append tokens and return the text that has become final, possibly empty."""
-        self._tokens += token_ids
-        before = self._decode(self._tokens[self._context : self._decoded])
-        text = self._decode(self._tokens[self._context :])
+    def increment(self, token_ids: list[int]) -> str:
+        """Return the text that has become final, possibly empty. token_ids: all tokens so far."""
+        before = self._decode(token_ids[self._context : self._decoded])
+        text = self._decode(token_ids[self._context :])
         if text.endswith(INCOMPLETE) or len(text) <= len(before):
             return ""
-        self._context, self._decoded = self._decoded, len(self._tokens)
+        self._context, self._decoded = self._decoded, len(token_ids)
         return self._emit(text[len(before) :])
 
     def _emit(self, text: str) -> str:

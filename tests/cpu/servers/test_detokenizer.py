@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -29,11 +30,8 @@ def increments(
     decode: Decode, tokens: Sequence[int], sizes: Sequence[int], stop: Sequence[str]
 ) -> tuple[list[str], Detokenizer]:
     detokenizer = Detokenizer(decode, stop)
-    texts, rest = [], list(tokens)
-    for size in [*sizes, len(tokens)]:
-        texts.append(detokenizer.add(rest[:size]))
-        rest = rest[size:]
-    return texts, detokenizer
+    ends = accumulate([*sizes, len(tokens)])
+    return [detokenizer.increment(list(tokens[:end])) for end in ends], detokenizer
 
 
 def until_stopped(text: str, sizes: Sequence[int], stop: Sequence[str]) -> str:
