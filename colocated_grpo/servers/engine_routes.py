@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from colocated_grpo.rollout.engine import Request as EngineRequest
 from colocated_grpo.rollout.inbox import Inbox
 from colocated_grpo.servers.engine_control import EngineControl
-from colocated_grpo.servers.engine_servers import CONFLICT, TRAINER_HEADER
+from colocated_grpo.servers.engine_servers import CONFLICT, REQUESTS_PER_POST, TRAINER_HEADER
 from colocated_grpo.servers.rank_links import Outcome, PeerRequests, result_of
 from colocated_grpo.servers.request_bodies import MAX_LOGPROBS, SamplingParameters, StrictBody, TokenIds
 from colocated_grpo.servers.responses import ClosingStream
@@ -27,7 +27,6 @@ from colocated_grpo.web.bodies import read_json
 HEARTBEAT_SECONDS = 5.0
 LARGE_PATHS = frozenset({"/engine/requests", "/engine/top_logprobs"})
 """Routes whose request bodies contain tokens."""
-MAX_REQUESTS_PER_POST = 4096
 MAX_PATTERN_CHARACTERS = 1 << 14
 SEED_LIMIT = 1 << 63
 FORBIDDEN = 403
@@ -56,7 +55,7 @@ class RequestsBody(StrictBody):
     client: ClientName
     policy_version: Number
     """Weight version required for sampling the requests."""
-    requests: list[RequestBody] = Field(max_length=MAX_REQUESTS_PER_POST, fail_fast=True)
+    requests: list[RequestBody] = Field(max_length=REQUESTS_PER_POST, fail_fast=True)
 
 
 class AbortBody(StrictBody):

@@ -47,6 +47,7 @@ ADVICE = {
 """By status of a rejected call."""
 SERVER_PORTS = range(20_000, 32_768)
 """Below Linux' ephemeral ports, which other sockets can get while a server loads its model."""
+REQUESTS_PER_POST = 4096
 TRAINER_HEADER = "X-Trainer"
 """Name of the header with the secret of a trainer, the same on all of its ranks."""
 

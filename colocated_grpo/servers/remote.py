@@ -14,7 +14,7 @@ from pydantic_core import to_jsonable_python
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.rollout.engine import Finished, Request, RolloutEngine
-from colocated_grpo.servers.engine_servers import CONFLICT, EngineServer, Messages
+from colocated_grpo.servers.engine_servers import CONFLICT, REQUESTS_PER_POST, EngineServer, Messages
 from colocated_grpo.types import Completion
 from colocated_grpo.web.client import RequestRejected, Unavailable
 
@@ -23,7 +23,6 @@ STEP_SECONDS = 0.005
 TOKENS_PER_POST = 1 << 19
 """Maximum prompt tokens of one post: far below the server's body limit, and usually enough for all new requests. The
 engine admits the requests of a post in the same step, so a deterministic run's batches do not depend on timing."""
-REQUESTS_PER_POST = 4096
 STOP_SECONDS = 30.0
 """Seconds for the run to stop after the engine is lost."""
 
@@ -47,8 +46,9 @@ class RemoteEngine(RolloutEngine):
         self._instance: str = info["instance"]
         self._numbers = itertools.count()
         self.running: dict[int, Request] = {}
-        """Requests under way, by their number at the server."""
-        self._unsent: list[int] = []
+        """Requests under way, by their number at the server, in ascending order."""
+        self._last_sent = -1
+        """Number of the last request sent since the stream was opened."""
         self._messages: Messages | None = None
         """The open stream; None before the first request and after a lost connection."""
         self._unavailable_since: float | None = None
@@ -59,9 +59,7 @@ class RemoteEngine(RolloutEngine):
         for request in requests:
             if len(request.token_ids) >= self._max_tokens:
                 raise ValueError(f"a prompt of {len(request.token_ids)} tokens: at most {self._max_tokens - 1}")
-            number = next(self._numbers)
-            self.running[number] = request
-            self._unsent.append(number)
+            self.running[next(self._numbers)] = request
 
     def step(self) -> Finished:
         """Return newly arrived completions. Waits up to STEP_SECONDS for the first completion."""
@@ -85,7 +83,7 @@ class RemoteEngine(RolloutEngine):
         try:
             self._restore_if_restarted()
             self._messages = self._server.stream()
-            self._unsent = list(self.running)
+            self._last_sent = -1
         except (Unavailable, RequestRejected) as error:
             self._record_unavailable(str(error))
         except RunError as error:
@@ -113,8 +111,7 @@ class RemoteEngine(RolloutEngine):
 
     def _send(self) -> None:
         try:
-            while self._unsent:
-                batch = self._next_post()
+            while batch := self._next_post():
                 requests = [
                     {
                         "id": number,
@@ -127,7 +124,7 @@ class RemoteEngine(RolloutEngine):
                 ]
                 body = {"client": self._server.client, "policy_version": self._policy_version, "requests": requests}
                 self._server.post("/engine/requests", body)
-                del self._unsent[: len(batch)]
+                self._last_sent = max(batch)
                 self._unavailable_since = None
         except Unavailable as error:
             self._record_unavailable(str(error))
@@ -138,10 +135,10 @@ class RemoteEngine(RolloutEngine):
 
     def _next_post(self) -> dict[int, Request]:
         """Return as many of the next unsent requests as fit into one body, by number."""
-        unsent = {number: self.running[number] for number in self._unsent[:REQUESTS_PER_POST]}
-        totals = itertools.accumulate(len(request.token_ids) for request in unsent.values())
+        unsent = [(number, one) for number, one in self.running.items() if number > self._last_sent][:REQUESTS_PER_POST]
+        totals = itertools.accumulate(len(request.token_ids) for _, request in unsent)
         count = sum(total <= TOKENS_PER_POST for total in totals)
-        return dict(itertools.islice(unsent.items(), max(1, count)))
+        return dict(unsent[: max(1, count)])
 
     def _receive(self, messages: Messages) -> Finished:
         finished: Finished = []
@@ -159,8 +156,7 @@ class RemoteEngine(RolloutEngine):
 
     def abort(self, keys: Collection[Hashable] | None = None) -> None:
         numbers = [number for number, one in self.running.items() if keys is None or one.key in keys]
-        sent = sorted(set(numbers) - set(self._unsent))
-        self._unsent = [number for number in self._unsent if number not in set(numbers)]
+        sent = [number for number in numbers if number <= self._last_sent]
         for number in numbers:
             del self.running[number]
         if sent and self._messages is not None:
@@ -189,7 +185,6 @@ class RemoteEngine(RolloutEngine):
 
     def close(self) -> None:
         self.running.clear()
-        self._unsent.clear()
         self._server.close()
 
 
