@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import importlib.util
 import os
-import random
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from pathlib import Path
 from urllib.error import HTTPError, URLError
 from urllib.request import urlopen
 
 import pytest
 
+from colocated_grpo.servers.engine_servers import free_ports
 from tests.support.paths import ROOT
 
 START_SECONDS = 120.0
@@ -37,10 +35,7 @@ def until(happened: Callable[[], object], seconds: float = 120.0) -> None:
 
 def free_port() -> int:
     """Return a port that no connection takes by itself before it is used: those are above 32767."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 32768)
-        with suppress(OSError), socket.create_server(("127.0.0.1", port)):
-            return port
+    return free_ports(1)[0]
 
 
 class ApiProcess:
