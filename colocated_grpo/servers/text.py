@@ -156,8 +156,7 @@ class Detokenizer:
         self._context, self._decoded = 0, 0
         """Tokens before `_decoded` have been converted to text. Tokens from `_context` on are decoded again."""
         self._pending = ""
-        """Decoded text that may be the start of a stop string."""
-        self._stopped = False
+        """Decoded text from a stop string on, or from what may be the start of one."""
         self.emitted = 0
         """Characters returned so far."""
 
@@ -168,18 +167,13 @@ class Detokenizer:
         if text.endswith(INCOMPLETE) or len(text) <= len(before):
             return ""
         self._context, self._decoded = self._decoded, len(token_ids)
-        return self._emit(text[len(before) :])
-
-    def _emit(self, text: str) -> str:
-        self._pending += text
-        found = [self._pending.index(stop) for stop in self._stop if stop in self._pending]
-        if self._stopped or found:
-            end, self._stopped = min(found, default=0), True
-        else:
-            end = len(self._pending) - max((_overlap(self._pending, stop) for stop in self._stop), default=0)
-        emitted, self._pending = self._pending[:end], self._pending[end:]
-        self.emitted += len(emitted)
-        return emitted
+        self._pending += text[len(before) :]
+        end = len(before_stop(self._pending, self._stop))
+        if end == len(self._pending):  # no stop string, but possibly the start of one
+            end -= max((_overlap(self._pending, stop) for stop in self._stop), default=0)
+        final, self._pending = self._pending[:end], self._pending[end:]
+        self.emitted += len(final)
+        return final
 
 
 def before_stop(text: str, stop: Sequence[str]) -> str:
