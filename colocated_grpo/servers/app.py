@@ -95,7 +95,7 @@ def add_exception_handlers(app: FastAPI, note: Callable[[str], None] = lambda li
             status, message = next(code for kind, code in STATUSES.items() if isinstance(error, kind)), str(error)
         if request.method == "POST" and status < 499:
             note(f"rejected POST {request.url.path} with {status}: {message}")
-        return error_response(status, message)
+        return error_response(status, message, getattr(error, "headers", None))
 
     for kind in (HTTPException, RequestValidationError, *STATUSES):
         app.add_exception_handler(kind, reject)

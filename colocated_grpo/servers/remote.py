@@ -135,7 +135,8 @@ class RemoteEngine(RolloutEngine):
 
     def _next_post(self) -> dict[int, Request]:
         """Return as many of the next unsent requests as fit into one body, by number."""
-        unsent = [(number, one) for number, one in self.running.items() if number > self._last_sent][:REQUESTS_PER_POST]
+        newest_first = itertools.takewhile(lambda one: one[0] > self._last_sent, reversed(self.running.items()))
+        unsent = list(newest_first)[::-1][:REQUESTS_PER_POST]
         totals = itertools.accumulate(len(request.token_ids) for _, request in unsent)
         count = sum(total <= TOKENS_PER_POST for total in totals)
         return dict(unsent[: max(1, count)])

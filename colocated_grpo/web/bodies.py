@@ -123,9 +123,7 @@ class BodyLimit:
                 await error_response(408, message)(scope, receive, send)
                 return
             except HTTPException as error:
-                response = error_response(error.status_code, error.detail)
-                response.headers.update(error.headers or {})
-                await response(scope, receive, send)
+                await error_response(error.status_code, error.detail, error.headers)(scope, receive, send)
                 return
             headers = MutableHeaders(scope=scope)
             del headers["content-encoding"]

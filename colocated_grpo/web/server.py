@@ -12,7 +12,7 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from urllib.parse import urlsplit
@@ -31,8 +31,8 @@ from colocated_grpo.types import JsonObject
 NOTE_SECONDS = 10.0
 
 
-def error_response(status: int, message: str) -> JSONResponse:
-    return JSONResponse(error_body(status, message), status)
+def error_response(status: int, message: str, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    return JSONResponse(error_body(status, message), status, headers)
 
 
 def error_body(status: int, message: str) -> JsonObject:
@@ -98,9 +98,8 @@ class ConcurrencyLimit:
             await self.app(scope, receive, send)
             return
         if self.in_flight >= self.limit:
-            response = error_response(503, f"{self.limit} requests are in flight; try again later")
-            response.headers["Retry-After"] = "1"
-            await response(scope, receive, send)
+            problem = f"{self.limit} requests are in flight; try again later"
+            await error_response(503, problem, {"Retry-After": "1"})(scope, receive, send)
             return
         self.in_flight += 1
         try:

@@ -186,9 +186,10 @@ def test_the_written_config_trains(written, tmp_path):
 def test_messages_for_a_model_without_a_chat_template_are_rejected(tmp_path, capsys):
     model, data = shutil.copytree(tiny_model(), tmp_path / "model"), tmp_path / "rows.jsonl"
     (model / "chat_template.jinja").unlink()
-    data.write_text(json.dumps({"prompt": CONVERSATION[:1], "answer": "2"}) + "\n" + '{"prompt": "1?", "answer": "1"}\n')
+    rows = [{"prompt": "1?", "answer": "1"}, {"prompt": CONVERSATION[:1], "answer": "2"}]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert main([str(data), "--model", str(model), "--gpus", "0"]) == 2
-    line = f"error: --model={model}: the messages in 'prompt' need a chat template, which this model lacks; write prompts"
+    line = f"error: --model={model}: the messages in 'prompt' need a chat template, which this model lacks; write"
     assert capsys.readouterr().err.splitlines()[-1].startswith(line)
 
 
