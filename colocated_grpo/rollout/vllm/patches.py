@@ -255,6 +255,14 @@ PATCHES: tuple[Patch, ...] = (
         versions=SpecifierSet(">=0.26,<0.27"),
         devices=("cuda",),
     ),
+    Patch(
+        target="vllm.config.vllm:VllmConfig._is_default_v2_model_runner_model",
+        make=around(process.has_newer_runner),
+        cures="mixtures run in the older model runner, which draws random numbers request by request",
+        versions=SpecifierSet(">=0.26,<0.29"),
+        devices=("cuda",),
+        required=True,  # with numerics: exact; only the newer runner's sampler has our kernel
+    ),
     Patch(  # fast only: the kernel's results depend on the batch
         target="vllm.v1.attention.backends.flash_attn:flash_attn_varlen_func",
         make=kernel("decode_attention", "make_attention"),

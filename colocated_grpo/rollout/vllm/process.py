@@ -13,6 +13,7 @@ import torch.nn.functional as F
 import vllm.distributed.parallel_state as parallel_state
 from torch import Tensor, nn
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.platforms import current_platform
 
 from colocated_grpo.rollout.engine import Part
@@ -48,6 +49,12 @@ def join_shared_memory(init_cpu_shm: Callable[[Any], int], group: Any) -> int:
 def default_sampling() -> SamplingParams:
     """Return the parameters of a run's requests at their defaults. Other settings compile their kernels when used."""
     return SamplingParams(temperature=1.0, logprobs=0)
+
+
+def has_newer_runner(original: Callable[[VllmConfig], bool], config: VllmConfig) -> bool:
+    """Return whether the model runs in vLLM's newer model runner by default: mixtures too, but no linear attention."""
+    model = config.model_config
+    return original(config) or (model.is_moe and not model.is_hybrid)
 
 
 def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:

@@ -1,6 +1,5 @@
 """`LocalEngine` over an in-process vLLM engine that shares the trainer's process group."""
 
-import os
 from collections.abc import Collection, Generator, Hashable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -202,9 +201,6 @@ def prepare(spec: EngineSpec, device: torch.device) -> None:
         on_cpu = device.type == "cpu"
         on_hopper = not on_cpu and torch.cuda.get_device_capability(device) == HOPPER
         exact.check_exact(config_json, on_cpu=on_cpu, on_hopper=on_hopper, float32=spec.dtype == torch.float32)
-        if not on_cpu:
-            # vLLM 0.26 has another runner for mixtures of experts by default, which scores tokens with other kernels.
-            os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
     adapters = bool(spec.args.get("enable_lora"))
     if device.type == "cpu":
         key, bfloat16 = f"model.name={str(spec.folder)!r}", spec.dtype == torch.bfloat16
