@@ -53,8 +53,8 @@ def default_sampling() -> SamplingParams:
 
 def has_newer_runner(original: Callable[[VllmConfig], bool], config: VllmConfig) -> bool:
     """Return whether the model runs in vLLM's newer model runner by default: mixtures too, but no linear attention."""
-    model = config.model_config
-    return original(config) or (model.is_moe and not model.is_hybrid)
+    model = config.model_config  # None where the policy calls an operator of vLLM
+    return original(config) or (model is not None and model.is_moe and not model.is_hybrid)
 
 
 def plain_cpu_linear(layer: nn.Module, remove_weight: bool) -> None:
