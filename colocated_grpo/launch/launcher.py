@@ -89,6 +89,9 @@ def _launch(arguments: Sequence[str]) -> int:
     if options.dry_run:
         if redirect is not None and not _can_write(redirect, makes_folders=launch.log_dir is not None):
             problems.append(f"{flag}={str(launch.log_dir or redirect)!r}: cannot write; choose a writable place")
+        makes_run_folder = launch.node_rank == 0 and launch.resume in (None, cli.AUTO)
+        if makes_run_folder and not _can_write(Path(config.output_dir) / "run", makes_folders=True):
+            problems.append(f"output_dir={config.output_dir!r}: cannot write; choose a writable place")
         warnings = (f"warning: {line}" for line in missing)
         print(text, *(f"note: {note}" for note in notes), *warnings, *lines, sep="\n")
         return dry_run(config, problems, launch)

@@ -141,6 +141,7 @@ ROWS = "[{type: dataset, name: rows.jsonl, rewards: [%s]}]"
         ),
         (["--redirect-output", "model"], "--redirect-output='model': cannot write"),
         (["--log-dir", "mine.py/logs"], "--log-dir='mine.py/logs': cannot write; choose a writable place"),
+        (["--output_dir", "mine.py/runs"], "output_dir='mine.py/runs': cannot write; choose a writable place"),
         (["--rollout.max_prompt_tokens", "3"], "environments 'sorting': 1000 consecutive prompts are empty or longer"),
     ],
 )
