@@ -19,12 +19,11 @@ PAGE = Path("docs/measurements.md")
 STEP_COLUMNS = (
     "Model and GPUs",
     "Step, ours",
-    "Step, TRL tuned",
-    "Step, TRL defaults",
+    "Step, TRL",
     "Generate / train / sync, ours",
-    "Generate / score + train / sync, TRL tuned",
+    "Generate / score + train / sync, TRL",
     "GPU memory at a phase's end, ours",
-    "GPU memory at a phase's end, TRL tuned",
+    "GPU memory at a phase's end, TRL",
 )
 GROWTH_COLUMNS = (
     "Model and GPUs",
@@ -111,13 +110,11 @@ def growth_cells(file: ResultFile, row: Mapping[str, float]) -> list[str]:
 def step_cells(file: ResultFile) -> list[str]:
     result = file.content
     ours = result["ours"]["median"]
-    peers = peer_medians(result)
-    tuned, defaults = peers.get("tuned", {}), peers.get("defaults", {})
+    tuned = tuned_medians(result)
     return [
         f"[{trained_model(result)}, {result['ranks']} x {result['gpu'] or 'CPU'}]({file.path.as_posix()})",
         seconds(ours["seconds/step"]),
         with_ratio(tuned, ours),
-        with_ratio(defaults, ours),
         phases(ours),
         phases(tuned),
         memory_in_use(ours),
@@ -131,10 +128,10 @@ def trained_model(result: JsonObject) -> str:
     return result["work"]["shape"] + (f", LoRA of rank {lora['r']}" if lora else "")
 
 
-def peer_medians(result: JsonObject) -> dict[str, Mapping[str, float]]:
-    """Return TRL's medians by setup. A peer without 'setup' is from before TRL was tuned, and ran with its defaults."""
-    peers = [result.get(key) for key in ("peer", "peer_defaults")]
-    return {peer.get("setup", "defaults"): peer["median"] for peer in peers if peer}
+def tuned_medians(result: JsonObject) -> Mapping[str, float]:
+    """Return the medians of tuned TRL; {} without."""
+    peer = result.get("peer")
+    return peer["median"] if peer and peer["setup"] == "tuned" else {}
 
 
 def with_ratio(peer: Mapping[str, float], ours: Mapping[str, float]) -> str:

@@ -50,11 +50,10 @@ def project(folder: Path, **results: JsonObject) -> Path:
 
 def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
     tuned = {"setup": "tuned", "median": TRL}
-    defaults = {"setup": "defaults", "median": {"seconds/step": 42.0}}
     root = project(
         tmp_path,
-        step_a_large={**result("qwen3-8b", 8, peer=tuned, peer_defaults=None), "lora": {"r": 32}},
-        step_small=result("qwen3-0.6b", 1, peer=tuned, peer_defaults=defaults),
+        step_a_large={**result("qwen3-8b", 8, peer=tuned), "lora": {"r": 32}},
+        step_small=result("qwen3-0.6b", 1, peer=tuned),
         step_without_ours={"median": {}},
         growth_a_length=growth("length", [1024]),
         growth_completions=growth("completions", [64, 4096]),
@@ -68,13 +67,13 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
         "before",
         STEPS[0],
         "",
-        "| Model and GPUs | Step, ours | Step, TRL tuned | Step, TRL defaults | Generate / train / sync, ours "
-        "| Generate / score + train / sync, TRL tuned | GPU memory at a phase's end, ours "
-        "| GPU memory at a phase's end, TRL tuned |",
-        "| --- | --- | --- | --- | --- | --- | --- | --- |",
-        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_small.json) | 6.0 s | 30.0 s (5.0 x) | 42.0 s (7.0 x) "
+        "| Model and GPUs | Step, ours | Step, TRL | Generate / train / sync, ours "
+        "| Generate / score + train / sync, TRL | GPU memory at a phase's end, ours "
+        "| GPU memory at a phase's end, TRL |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_small.json) | 6.0 s | 30.0 s (5.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
-        "| [qwen3-8b, LoRA of rank 32, 1 x NVIDIA H200](results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) | - "
+        "| [qwen3-8b, LoRA of rank 32, 1 x NVIDIA H200](results/step_a_large.json) | 6.0 s | 30.0 s (5.0 x) "
         "| 4.0 s / 1.5 s / 6.6 ms | 14.0 s / 15.5 s / 0.2 s | 49 GiB | 116 GiB |",
         "",
         STEPS[1],
@@ -95,20 +94,11 @@ def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
     ]
 
 
-def test_the_peer_of_an_old_file_is_shown_as_trl_with_its_defaults(tmp_path: Path):
-    root = project(tmp_path, step_old=result("qwen3-0.6b", 1, peer={"median": TRL}))
-
-    assert tables.step_lines(root)[2:] == [
-        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_old.json) | 6.0 s | - | 30.0 s (5.0 x) "
-        "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
-    ]
-
-
 def test_a_result_without_a_peer_has_dashes_for_it(tmp_path: Path):
     root = project(tmp_path, step_alone=result("qwen3-0.6b", 1, peer=None))
 
     assert tables.step_lines(root)[2:] == [
-        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_alone.json) | 6.0 s | - | - "
+        "| [qwen3-0.6b, 1 x NVIDIA H200](results/step_alone.json) | 6.0 s | - "
         "| 4.0 s / 1.5 s / 6.6 ms | - | 49 GiB | - |"
     ]
 
