@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypedDict
 
-from benchmarks.peer import SetupName
 from benchmarks.throughput import Medians, StepRow
 from colocated_grpo.types import JsonObject
 
@@ -17,8 +16,6 @@ SHOWN = (
 )  # fmt: skip
 LESS_IS_BETTER = ("seconds/", "memory/")
 MORE_IS_BETTER = ("tokens_per_second_per_gpu", "mfu")
-RESULT_KEYS: dict[SetupName, str] = {"tuned": "peer", "defaults": "peer_defaults"}
-"""Key of each TRL setup in a result. In files from before the tuned setup, 'peer' holds the defaults and no 'setup'."""
 
 
 class Summary(TypedDict):
@@ -31,38 +28,29 @@ class Summary(TypedDict):
 class PeerSummary(Summary):
     """Summary of a TRL run, with its configuration."""
 
-    setup: SetupName
     arguments: JsonObject
     """All arguments of GRPOConfig and GRPOTrainer, keyed by these two names."""
     trained_parameters: int
     """Counted by TRL."""
     tries: list[JsonObject]
-    """Configurations tried before and including the measured one; empty for the defaults."""
+    """Configurations tried before and including the measured one."""
     notes: list[str]
-    """Where this run differs from the setup's definition."""
+    """What the arguments do not say."""
 
 
-def comparison(ours: Summary, peers: Mapping[SetupName, PeerSummary], bounds: Mapping[str, float]) -> JsonObject:
-    """Return the result keys 'ours', 'peer', 'peer_defaults', 'speedup', 'speedup_defaults' and 'rows'.
-
-    A setup of TRL that did not run is None, and its speedup is empty.
-    """
+def comparison(ours: Summary, peer: PeerSummary | None, bounds: Mapping[str, float]) -> JsonObject:
+    """Return the result keys 'ours', 'peer', 'speedup' and 'rows'. peer: None if TRL did not run."""
     mine = ours["median"]
-    theirs = {name: peer["median"] for name, peer in peers.items()}
+    theirs: Medians = {} if peer is None else peer["median"]
     rows = []
     for figure in SHOWN:
-        if not any(figure in medians for medians in (mine, *theirs.values())):
+        if figure not in {**mine, **theirs}:
             continue
         row: JsonObject = {"figure": figure, "ours": mine.get(figure)}
-        for name, medians in theirs.items():
-            row[f"TRL {name}"] = medians.get(figure)
-            row[f"{name}/ours"] = ratio(medians.get(figure), mine.get(figure))
+        if peer is not None:
+            row |= {"TRL": theirs.get(figure), "TRL/ours": ratio(theirs.get(figure), mine.get(figure))}
         rows.append({**row, "at least": bounds.get(figure)})
-    result: JsonObject = {"ours": ours}
-    for name, key in RESULT_KEYS.items():
-        result[key] = peers.get(name)
-        result[key.replace("peer", "speedup")] = speedup(mine, theirs.get(name, {}))
-    return {**result, "rows": rows}
+    return {"ours": ours, "peer": peer, "speedup": speedup(mine, theirs), "rows": rows}
 
 
 def speedup(ours: Mapping[str, float], peer: Mapping[str, float]) -> Medians:

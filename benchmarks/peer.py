@@ -25,10 +25,7 @@ MODULE = "benchmarks.peer_trl"
 CPU_CACHE_GIB = "1"
 WARMUP = 1
 """Steps before the measured ones."""
-TRL_MICRO_BATCH = 8
-"""Default of GRPOConfig.per_device_train_batch_size."""
 
-SetupName = Literal["tuned", "defaults"]
 OutOfMemoryPhase = Literal["start", "first generation", "training"]
 """Part of a run. 'training' is everything after the first generation, later generations included."""
 
@@ -37,7 +34,6 @@ OutOfMemoryPhase = Literal["start", "first generation", "training"]
 class PeerSetup:
     """The GRPOConfig arguments that decide TRL's speed and memory. None leaves TRL's default."""
 
-    name: SetupName
     micro_batch: int
     """Sequences per forward pass on one rank (per_device_train_batch_size)."""
     checkpointing: bool | None = None
@@ -145,13 +141,8 @@ def grpo_arguments(spec: PeerSpec) -> JsonObject:
 
 
 def loads_frozen_weights_in_bf16(spec: PeerSpec) -> bool:
-    """Return True for the tuned setup with adapters on a GPU. PEFT keeps the adapters themselves in float32."""
-    return spec.lora is not None and spec.setup.name == "tuned" and spec.gpus > 0
-
-
-def default_micro_batch(completions: int) -> int:
-    """Return TRL's default micro-batch, or the largest smaller one that divides a rank's completions."""
-    return next(size for size in range(TRL_MICRO_BATCH, 0, -1) if completions % size == 0)
+    """Return True for adapters on a GPU. PEFT keeps the adapters themselves in float32."""
+    return spec.lora is not None and spec.gpus > 0
 
 
 def run_peer(spec: PeerSpec, scratch: Path) -> PeerRun:

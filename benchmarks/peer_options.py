@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 
 from benchmarks.adapters import arguments_for, peft_arguments
-from benchmarks.peer import WARMUP, PeerSetup, PeerSpec, SetupName, default_micro_batch
+from benchmarks.peer import WARMUP, PeerSetup, PeerSpec
 from benchmarks.peer_tuning import engine_fraction, total_device_bytes
 from benchmarks.throughput import ModelSize
 from colocated_grpo.settings.errors import ConfigError
@@ -23,40 +23,37 @@ CHECKPOINTING = {"on": True, "off": False, None: None}
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that select setups of TRL, and those of the tuned one."""
+    """Add the flag that runs TRL too, and those of its setup."""
     group = parser.add_argument_group("the same work through TRL")
     group.add_argument("--peer", choices=["trl"], help="run the same work through this trainer afterwards")
-    which = group.add_mutually_exclusive_group()
-    which.add_argument("--peer-defaults", action="store_true", help="run TRL with its defaults instead of tuned")
-    which.add_argument("--peer-both", action="store_true", help="run TRL tuned, then with its defaults")
-    _add_tuned(group)
+    _add_setup(group)
 
 
-def add_tuned_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of tuned TRL alone, for a benchmark that runs no other setup."""
-    _add_tuned(parser.add_argument_group("tuned TRL"))
-    parser.set_defaults(peer="trl", peer_defaults=False, peer_both=False)
+def add_setup_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of TRL's setup, for a benchmark that runs TRL alone."""
+    _add_setup(parser.add_argument_group("TRL"))
+    parser.set_defaults(peer="trl")
 
 
-def _add_tuned(group: argparse._ArgumentGroup) -> None:
+def _add_setup(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--peer-steps", type=int, default=4, metavar="N", help="measured steps, after one warm-up step")
     group.add_argument(
         "--peer-micro-batch",
         "--peer-batch",
         type=int,
         metavar="N",
-        help="sequences per forward pass on one rank of the tuned TRL; default: the largest that fits",
+        help="sequences per forward pass on one rank; default: the largest that fits",
     )
     group.add_argument(
         "--peer-checkpointing",
         choices=["on", "off"],
-        help="gradient checkpointing of the tuned TRL; default: off where that fits",
+        help="gradient checkpointing; default: off where that fits",
     )
     group.add_argument(
         "--peer-gpu-memory",
         type=float,
         metavar="FRACTION",
-        help="vllm_gpu_memory_utilization of the tuned TRL; default: enough for the work",
+        help="vllm_gpu_memory_utilization; default: enough for the work",
     )
     group.add_argument(
         "--peer-until",
@@ -83,36 +80,17 @@ def _yaml(text: str) -> Any:
 
 def check(options: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
     """Exit with a usage error where flags contradict each other."""
-    named = [
-        flag
-        for flag, value in {
-            "--peer-micro-batch": options.peer_micro_batch,
-            "--peer-checkpointing": options.peer_checkpointing,
-            "--peer-gpu-memory": options.peer_gpu_memory,
-        }.items()
-        if value is not None
-    ]
+    setup = options.peer_micro_batch, options.peer_checkpointing, options.peer_gpu_memory
     if options.peer_micro_batch is not None and options.peer_micro_batch < 1:
         parser.error(f"--peer-micro-batch={options.peer_micro_batch}: must be at least 1")
     if not isinstance(options.peer_args, dict):
         parser.error(f"--peer-args={options.peer_args}: must be a YAML mapping, such as '{{torch_compile: true}}'")
-    if options.peer is None and (options.peer_defaults or options.peer_both or named):
+    if options.peer is None and setup != (None, None, None):
         parser.error("--peer: missing; the other --peer-* flags need --peer trl")
-    if options.peer_defaults and named:
-        parser.error(f"{named[0]}: applies to the tuned TRL only; drop --peer-defaults, or use --peer-args")
     if options.peer and options.peer_steps < 1:
         parser.error(f"--peer-steps={options.peer_steps}: must be at least 1")
     if options.peer and options.gpus == 0 and options.nproc > 1:
         parser.error(f"--nproc={options.nproc}: on the CPU --peer runs one rank")
-
-
-def setups(options: argparse.Namespace) -> list[SetupName]:
-    """Return the setups of TRL to run, in this order."""
-    if options.peer is None:
-        return []
-    if options.peer_both:
-        return ["tuned", "defaults"]
-    return ["defaults"] if options.peer_defaults else ["tuned"]
 
 
 def check_possible(options: argparse.Namespace, policy: PolicyConfig) -> None:
@@ -153,43 +131,17 @@ def problem(options: argparse.Namespace, policy: PolicyConfig) -> str | None:
         return "policy.lora.layers: adapters of TRL are in all blocks; leave it out with --peer trl"
     if find_spec("trl") is None:
         return "--peer=trl: the package trl is not installed; pip install trl"
-    if "tuned" in setups(options) and options.gpus and find_spec("liger_kernel") is None:
-        return "--peer=trl: tuned TRL needs liger-kernel; pip install liger-kernel, or use --peer-defaults"
+    if options.gpus and find_spec("liger_kernel") is None:
+        return "--peer=trl: TRL is fastest with liger-kernel, which is not installed; pip install liger-kernel"
     return None
 
 
-def spec(
-    name: SetupName,
-    options: argparse.Namespace,
-    model: Path,
-    size: ModelSize,
-    lora: JsonObject | None,
-    began: float,
-) -> PeerSpec:
-    """Return the work with TRL's setup. The tuned setup starts its search with the whole batch as micro-batch.
+def spec(options: argparse.Namespace, model: Path, size: ModelSize, lora: JsonObject | None, began: float) -> PeerSpec:
+    """Return the work with TRL's setup. The search for the micro-batch starts with the whole batch.
 
     lora: arguments of PEFT's LoraConfig. began: Unix time from which --peer-until counts.
     """
-    ranks = max(1, options.gpus)
-    completions = options.prompts * options.group_size // ranks
-
-    def with_setup(setup: PeerSetup) -> PeerSpec:
-        return PeerSpec(
-            model=str(model.resolve()),
-            prompts=options.prompts,
-            group_size=options.group_size,
-            max_completion=options.max_completion,
-            steps=WARMUP + options.peer_steps,
-            until=None if options.peer_until is None else began + options.peer_until,
-            seed=SEED,
-            gpus=options.gpus,
-            setup=setup,
-            lora=lora,
-            extra_arguments=options.peer_args,
-        )
-
-    if name == "defaults":
-        return with_setup(PeerSetup(name=name, micro_batch=default_micro_batch(completions)))
+    completions = options.prompts * options.group_size // max(1, options.gpus)
     fraction = options.peer_gpu_memory
     if fraction is None:
         device_bytes = total_device_bytes(options.gpus)
@@ -197,4 +149,16 @@ def spec(
             size, completions, options.max_completion, options.gpus, device_bytes, adapters=lora is not None
         )
     liger = True if options.gpus else None  # Liger's kernels need a GPU
-    return with_setup(PeerSetup(name=name, micro_batch=completions, liger=liger, engine_fraction=fraction))
+    return PeerSpec(
+        model=str(model.resolve()),
+        prompts=options.prompts,
+        group_size=options.group_size,
+        max_completion=options.max_completion,
+        steps=WARMUP + options.peer_steps,
+        until=None if options.peer_until is None else began + options.peer_until,
+        seed=SEED,
+        gpus=options.gpus,
+        setup=PeerSetup(micro_batch=completions, liger=liger, engine_fraction=fraction),
+        lora=lora,
+        extra_arguments=options.peer_args,
+    )

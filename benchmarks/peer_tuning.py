@@ -140,7 +140,7 @@ def run_tuned(
     tries: list[Try] = []
 
     def note(candidate: Candidate, outcome: str) -> None:
-        print(f"TRL tuned: {candidate}: {outcome}", flush=True)
+        print(f"TRL: {candidate}: {outcome}", flush=True)
         tries.append(Try(*candidate, outcome))
 
     searching, failed = len(tried) > 1, False
@@ -152,7 +152,7 @@ def run_tuned(
         if failed and spec.until is not None and time.time() > spec.until:
             raise RunError(f"--peer-until: the time was up before a configuration of TRL fitted; next was {candidate}")
         setup = replace(spec.setup, **candidate._asdict(), probe=searching)
-        print(f"TRL tuned: {candidate}: trying", flush=True)
+        print(f"TRL: {candidate}: trying", flush=True)
         try:
             run = run_peer(replace(spec, setup=setup), scratch)
         except PeerOutOfMemory as error:

@@ -4,8 +4,7 @@ Runs the trainer itself through the launcher on a random model of the shape, dro
 writes medians as JSON, beside the device's limits. Settings may follow: --weights shared
 
 --peer trl then runs the same work through tuned TRL: with Liger kernels, no gradient checkpointing where that fits, and
-the largest micro-batch that fits, found by trying. --peer-defaults keeps TRL's defaults; --peer-both measures both.
-With --policy.lora TRL trains the same adapter.
+the largest micro-batch that fits, found by trying. With --policy.lora TRL trains the same adapter.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from transformers import AutoConfig
 
 from benchmarks import peer, peer_options
 from benchmarks.comparison import PeerSummary, Summary, comparison
-from benchmarks.peer import PeerSpec, SetupName, loads_frozen_weights_in_bf16, run_peer
+from benchmarks.peer import PeerSpec, loads_frozen_weights_in_bf16
 from benchmarks.peer_tuning import (
     TunedRun,
     candidates,
@@ -77,7 +76,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     began = time.time()
     options, overrides = parse(arguments)
     ranks = options.gpus or options.nproc
-    code = 0
     with tempfile.TemporaryDirectory(prefix="benchmark-step-") as name:
         scratch = Path(name)
         model = options.model or scratch / options.shape
@@ -100,19 +98,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "lora": lora,
             "roofline": {**rates.as_dict(), **bounds},
         }
-        peers: dict[SetupName, PeerSummary] = {}
         # Published after each part: a run of TRL takes several times as long as ours, and may be cut off.
-        publish({**result, **comparison(ours, peers, bounds)}, options.json)
-        for setup in peer_options.setups(options):
-            try:
-                spec = peer_options.spec(setup, options, model, size, lora, began)
-                peers[setup] = measure_peer(spec, options, size, rates, scratch)
-            except RunError as error:
-                print(f"error: {error}", file=sys.stderr)
-                code = RUN_ERROR
-                continue
-            publish({**result, **comparison(ours, peers, bounds)}, options.json)
-    return code
+        publish({**result, **comparison(ours, None, bounds)}, options.json)
+        if options.peer is None:
+            return 0
+        try:
+            spec = peer_options.spec(options, model, size, lora, began)
+            theirs = measure_peer(spec, options, size, rates, scratch)
+        except RunError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return RUN_ERROR
+        publish({**result, **comparison(ours, theirs, bounds)}, options.json)
+    return 0
 
 
 def prepare(
@@ -164,13 +161,11 @@ def measure_peer(
     spec: PeerSpec, options: argparse.Namespace, size: ModelSize, rates: Roofline, scratch: Path
 ) -> PeerSummary:
     """Run TRL and print its arguments. Raises RunError."""
-    name = spec.setup.name
-    run, tries = tune(spec, options, size, scratch) if name == "tuned" else TunedRun(run_peer(spec, scratch), [])
+    run, tries = tune(spec, options, size, scratch)
     for called, arguments in run.arguments.items():
-        print(f"TRL {name}: {called}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
+        print(f"TRL: {called}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})")
     return {
         **summary(run.steps, run.start_seconds, size, rates, spec.ranks, peer.WARMUP),
-        "setup": name,
         "arguments": run.arguments,
         "trained_parameters": run.trained_parameters,
         "tries": [asdict(one) for one in tries],
@@ -181,7 +176,7 @@ def measure_peer(
 def notes(spec: PeerSpec) -> list[str]:
     """Return notes for the reader on this run of TRL, beyond its arguments."""
     lines = []
-    if spec.setup.name == "tuned" and not spec.gpus:
+    if not spec.gpus:
         lines.append("use_liger_kernel is left out: Liger's kernels need a GPU")
     if loads_frozen_weights_in_bf16(spec):
         lines.append("frozen weights are loaded in bfloat16, where TRL's default is float32")

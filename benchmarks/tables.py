@@ -110,15 +110,15 @@ def growth_cells(file: ResultFile, row: Mapping[str, float]) -> list[str]:
 def step_cells(file: ResultFile) -> list[str]:
     result = file.content
     ours = result["ours"]["median"]
-    tuned = tuned_medians(result)
+    peer = result["peer"]["median"] if result.get("peer") else {}
     return [
         f"[{trained_model(result)}, {result['ranks']} x {result['gpu'] or 'CPU'}]({file.path.as_posix()})",
         seconds(ours["seconds/step"]),
-        with_ratio(tuned, ours),
+        with_ratio(peer, ours),
         phases(ours),
-        phases(tuned),
+        phases(peer),
         memory_in_use(ours),
-        memory_in_use(tuned),
+        memory_in_use(peer),
     ]
 
 
@@ -126,12 +126,6 @@ def trained_model(result: JsonObject) -> str:
     """Return the model's shape, and the rank of the adapter if one was trained. Older results have no 'lora'."""
     lora = result.get("lora")
     return result["work"]["shape"] + (f", LoRA of rank {lora['r']}" if lora else "")
-
-
-def tuned_medians(result: JsonObject) -> Mapping[str, float]:
-    """Return the medians of tuned TRL; {} without."""
-    peer = result.get("peer")
-    return peer["median"] if peer and peer["setup"] == "tuned" else {}
 
 
 def with_ratio(peer: Mapping[str, float], ours: Mapping[str, float]) -> str:

@@ -2,7 +2,7 @@
 
     python -m benchmarks.train_trl --shape qwen3-1.7b --prompts 2 --group-size 4 --max-completion 32768
 
-All completions have the maximum length: TRL's engine samples one token of each, which is repeated. TRL is tuned as in
+All completions have the maximum length: TRL's engine samples one token of each, which is repeated. TRL runs as in
 `benchmarks.step`, whose --peer flags set its arguments. Settings that name the trained part may follow:
 --policy.lora.rank 32
 """
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return USAGE_ERROR
         if options.peer_gpu_memory is None:
             options.peer_gpu_memory = fraction_for_one_completion(options, size, adapters=lora is not None)
-        spec = peer_options.spec("tuned", options, model, size, lora, began)
+        spec = peer_options.spec(options, model, size, lora, began)
         try:
             summary = measure_peer(replace(spec, lengthened=True), options, size, rates, scratch)
         except RunError as error:
@@ -69,7 +69,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=2, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--max-completion", type=int, default=32768)
-    peer_options.add_tuned_flags(parser)
+    peer_options.add_setup_flags(parser)
     options, options.settings = parser.parse_known_args(arguments)
     peer_options.check(options, parser)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 import subprocess
@@ -47,14 +46,13 @@ from benchmarks.throughput import ModelSize
 from benchmarks.workload import LONGEST_PROMPT, MAX_PROMPT_TOKENS, RandomWork, add_stop_tokens
 from colocated_grpo.environments.prompts import PromptEncoder
 from colocated_grpo.errors import RunError
-from colocated_grpo.settings.training import LoRAConfig, PolicyConfig
+from colocated_grpo.settings.training import LoRAConfig
 from colocated_grpo.tools.shapes import TINY
 from colocated_grpo.types import JsonObject
 from tests.support.paths import ROOT
 from tests.support.random_models import make_model
 
-TUNED = PeerSetup(name="tuned", micro_batch=4, checkpointing=False, liger=True, engine_fraction=0.5)
-DEFAULTS = PeerSetup(name="defaults", micro_batch=8)
+SETUP = PeerSetup(micro_batch=4, checkpointing=False, liger=True, engine_fraction=0.5)
 SPEC = PeerSpec(
     model="somewhere",
     prompts=4,
@@ -64,7 +62,7 @@ SPEC = PeerSpec(
     until=None,
     seed=0,
     gpus=2,
-    setup=TUNED,
+    setup=SETUP,
     lora=None,
     extra_arguments={},
 )
@@ -80,36 +78,33 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_trl_makes_one_optimizer_step_of_all_completions():
-    for setup in (TUNED, DEFAULTS):
-        arguments = grpo_arguments(replace(SPEC, setup=setup))
+    arguments = grpo_arguments(SPEC)
 
-        sequences = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * SPEC.ranks
-        assert sequences == SPEC.prompts * SPEC.group_size
-        assert arguments["vllm_enable_sleep_mode"]
+    sequences = arguments["per_device_train_batch_size"] * arguments["gradient_accumulation_steps"] * SPEC.ranks
+    assert sequences == SPEC.prompts * SPEC.group_size
+    assert arguments["vllm_enable_sleep_mode"]
     assert grpo_arguments(replace(SPEC, extra_arguments={"bf16": False}))["bf16"] is False
 
 
-def test_only_tuned_trl_gets_arguments_for_speed():
-    tuned, defaults = (grpo_arguments(replace(SPEC, setup=setup)) for setup in (TUNED, DEFAULTS))
+def test_trl_gets_the_arguments_of_its_setup():
+    assert (
+        grpo_arguments(SPEC).items()
+        >= {
+            "gradient_checkpointing": False,
+            "use_liger_kernel": True,
+            "vllm_gpu_memory_utilization": 0.5,
+        }.items()
+    )
 
-    assert {name: tuned[name] for name in tuned.keys() - defaults.keys()} == {
-        "gradient_checkpointing": False,
-        "use_liger_kernel": True,
-        "vllm_gpu_memory_utilization": 0.5,
-    }
 
-
-def test_only_tuned_trl_loads_the_frozen_weights_beside_adapters_in_bf16():
+def test_trl_loads_the_frozen_weights_beside_adapters_on_gpus_in_bf16():
     init = {
-        (setup.name, gpus, lora is not None): grpo_arguments(replace(SPEC, setup=setup, gpus=gpus, lora=lora)).get(
-            "model_init_kwargs"
-        )
-        for setup in (TUNED, DEFAULTS)
+        (gpus, lora is not None): grpo_arguments(replace(SPEC, gpus=gpus, lora=lora)).get("model_init_kwargs")
         for gpus in (0, 2)
         for lora in (None, LORA)
     }
 
-    assert init.pop(("tuned", 2, True)) == {"dtype": "bfloat16"}
+    assert init.pop((2, True)) == {"dtype": "bfloat16"}
     assert set(init.values()) == {None}
     assert step.notes(replace(SPEC, lora=LORA)) == [
         "frozen weights are loaded in bfloat16, where TRL's default is float32"
@@ -123,14 +118,6 @@ def test_trl_gets_the_adapter_of_our_settings():
     assert (ours.r, ours.lora_alpha, ours.use_rslora, ours.lora_dropout, ours.bias) == (4, 8, True, 0, "none")
     assert (ours.target_modules, ours.exclude_modules) == ({"q_proj"}, ".*7.*")
     assert LORA["target_modules"] == "all-linear"
-
-
-def test_the_default_micro_batch_is_that_of_trl():
-    grpo_trainer = pytest.importorskip("trl")
-    default = {field.name: field.default for field in dataclasses.fields(grpo_trainer.GRPOConfig)}
-
-    assert default["per_device_train_batch_size"] == peer.TRL_MICRO_BATCH
-    assert [peer.default_micro_batch(completions) for completions in (512, 4, 12, 7)] == [8, 4, 6, 7]
 
 
 def test_micro_batches_are_tried_from_the_whole_batch_down_and_checkpointing_last():
@@ -162,11 +149,11 @@ def test_the_search_ends_with_the_first_configuration_that_fits(
         "fits",
     ]
     assert capsys.readouterr().out.splitlines() == [
-        "TRL tuned: micro-batch 8, checkpointing off: skipped, needs at least 3 of 2 GiB",
-        "TRL tuned: micro-batch 4, checkpointing off: trying",
-        "TRL tuned: micro-batch 4, checkpointing off: out of memory during training",
-        "TRL tuned: micro-batch 2, checkpointing off: trying",
-        "TRL tuned: micro-batch 2, checkpointing off: fits",
+        "TRL: micro-batch 8, checkpointing off: skipped, needs at least 3 of 2 GiB",
+        "TRL: micro-batch 4, checkpointing off: trying",
+        "TRL: micro-batch 4, checkpointing off: out of memory during training",
+        "TRL: micro-batch 2, checkpointing off: trying",
+        "TRL: micro-batch 2, checkpointing off: fits",
     ]
 
 
@@ -175,7 +162,7 @@ def test_a_fully_named_configuration_runs_without_a_probe(monkeypatch: pytest.Mo
 
     run_tuned(SPEC, [Candidate(8, True)], lambda _candidate: 2.0, 1, tmp_path)
 
-    assert ran == [replace(TUNED, micro_batch=8, checkpointing=True, probe=False)]
+    assert ran == [replace(SETUP, micro_batch=8, checkpointing=True, probe=False)]
 
 
 @pytest.mark.parametrize("phase", ["start", "first generation"])
@@ -342,16 +329,14 @@ def test_a_micro_batch_that_does_not_divide_the_work_is_rejected_in_one_line(cap
     assert error_of(capsys, "--peer-micro-batch", "3") == error_of(capsys, "--peer-batch", "3") == line
 
 
-def test_tuned_trl_without_liger_kernel_is_rejected_in_one_line(
+def test_trl_without_liger_kernel_is_rejected_in_one_line(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(peer_options, "find_spec", lambda name: None if name == "liger_kernel" else name)
 
     assert error_of(capsys) == (
-        "error: --peer=trl: tuned TRL needs liger-kernel; pip install liger-kernel, or use --peer-defaults\n"
+        "error: --peer=trl: TRL is fastest with liger-kernel, which is not installed; pip install liger-kernel\n"
     )
-    options, _ = step.parse(["--gpus", "1", "--peer", "trl", "--peer-defaults"])
-    assert peer_options.problem(options, PolicyConfig()) is None
 
 
 def test_settings_that_trl_cannot_follow_are_rejected_in_one_line(capsys: pytest.CaptureFixture[str]):
@@ -370,14 +355,11 @@ def test_settings_that_trl_cannot_follow_are_rejected_in_one_line(capsys: pytest
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["--peer", "trl", "--peer-defaults", "--peer-micro-batch", "2"], "--peer-micro-batch: applies to the tuned"),
-        (["--peer-both"], "--peer: missing"),
         (["--peer-checkpointing", "on"], "--peer: missing"),
         (["--peer", "trl", "--peer-args", "[1]"], "--peer-args=[1]: must be a YAML mapping"),
         (["--peer", "trl", "--peer-args", "[1"], "--peer-args: invalid"),
         (["--peer", "trl", "--peer-micro-batch", "0"], "--peer-micro-batch=0: must be at least 1"),
         (["--peer", "trl", "--peer-steps", "0"], "--peer-steps=0: must be at least 1"),
-        (["--peer", "trl", "--peer-both", "--peer-defaults"], "not allowed with argument"),
     ],
 )
 def test_contradicting_flags_are_rejected(arguments: list[str], line: str, capsys: pytest.CaptureFixture[str]):
@@ -416,16 +398,6 @@ def test_the_training_phase_of_trl_takes_settings_of_the_adapter_alone(
     assert line in capsys.readouterr().err
 
 
-def test_flags_choose_the_setups_that_run():
-    setups = {flags: peer_options.setups(step.parse(["--peer", "trl", *flags])[0]) for flags in FLAGS}
-
-    assert setups == {(): ["tuned"], ("--peer-defaults",): ["defaults"], ("--peer-both",): ["tuned", "defaults"]}
-    assert peer_options.setups(step.parse([])[0]) == []
-
-
-FLAGS: list[tuple[str, ...]] = [(), ("--peer-defaults",), ("--peer-both",)]
-
-
 def test_several_ranks_of_trl_start_with_fsdp2(tmp_path: Path):
     from accelerate.commands.config import load_config_from_file
     from accelerate.commands.launch import launch_command_parser
@@ -461,11 +433,11 @@ def test_trl_reads_the_same_prompt_tokens_as_our_trainer(model: Path):
 
 
 def test_a_probe_step_has_the_longest_prompts_and_precedes_the_same_work():
-    probing = chats(replace(SPEC, setup=replace(TUNED, probe=True)))
+    probing = chats(replace(SPEC, setup=replace(SETUP, probe=True)))
 
     assert probing[SPEC.prompts :] == chats(SPEC)
     assert {len(row["prompt"][0]["content"]) for row in probing[: SPEC.prompts]} == {LONGEST_PROMPT}
-    assert grpo_arguments(replace(SPEC, setup=replace(TUNED, probe=True)))["max_steps"] == SPEC.steps + 1
+    assert grpo_arguments(replace(SPEC, setup=replace(SETUP, probe=True)))["max_steps"] == SPEC.steps + 1
 
 
 def fake_trainer() -> Any:
@@ -492,7 +464,7 @@ def fake_trainer() -> Any:
 
 def test_completions_of_the_probe_step_have_the_greatest_length_and_it_is_not_recorded():
     trainer = fake_trainer()
-    recorder = Recorder(trainer, replace(SPEC, setup=replace(TUNED, probe=True), until=0.0))
+    recorder = Recorder(trainer, replace(SPEC, setup=replace(SETUP, probe=True), until=0.0))
     control = TrainerControl()
     recorder.on_train_begin()
 
@@ -562,7 +534,7 @@ def beside_trl(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         }
 
 
-def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(beside_trl: dict[str, Future]):
+def test_our_steps_and_those_of_trl_stand_side_by_side(beside_trl: dict[str, Future]):
     printed, result = beside_trl["an adapter"].result()
 
     ours, theirs = result["ours"]["median"], result["peer"]["median"]
@@ -577,7 +549,6 @@ def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(beside_trl: dict[st
     assert result["commit"]
     assert "tokens_per_second_per_gpu" in printed
 
-    assert result["peer"]["setup"] == "tuned"
     assert result["peer"]["tries"] == [{"micro_batch": 8, "checkpointing": False, "outcome": "fits"}]
     assert "use_liger_kernel is left out" in result["peer"]["notes"][0]
     arguments = result["peer"]["arguments"]["GRPOConfig"]
@@ -585,7 +556,6 @@ def test_our_steps_and_those_of_tuned_trl_stand_side_by_side(beside_trl: dict[st
     assert arguments["gradient_checkpointing"] is False
     for name, value in arguments.items():
         assert f"{name}={value!r}" in printed
-    assert result["peer_defaults"] is None
 
 
 def test_both_trainers_train_the_adapter_of_our_settings(beside_trl: dict[str, Future]):

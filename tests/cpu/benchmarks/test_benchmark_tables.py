@@ -49,11 +49,11 @@ def project(folder: Path, **results: JsonObject) -> Path:
 
 
 def test_the_tables_hold_the_figures_of_the_files(tmp_path: Path):
-    tuned = {"setup": "tuned", "median": TRL}
+    peer = {"median": TRL}
     root = project(
         tmp_path,
-        step_a_large={**result("qwen3-8b", 8, peer=tuned), "lora": {"r": 32}},
-        step_small=result("qwen3-0.6b", 1, peer=tuned),
+        step_a_large={**result("qwen3-8b", 8, peer=peer), "lora": {"r": 32}},
+        step_small=result("qwen3-0.6b", 1, peer=peer),
         step_without_ours={"median": {}},
         growth_a_length=growth("length", [1024]),
         growth_completions=growth("completions", [64, 4096]),
