@@ -108,6 +108,8 @@ class TRLEpisode:
                 raise ValueError(f"Tool {name} not found.")
             result = await _result(tools[name], **arguments)
         except Exception as error:
+            if "signal only works in main thread" in str(error):
+                raise  # a timeout by signal.alarm(), which fails in a thread: no call can succeed
             result = {"error": str(error)}
         return {"role": "tool", "name": name, "content": str(result)}
 

@@ -128,7 +128,7 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
         is_text = isinstance(inputs.item["prompt"], str)
         if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
             return f"{line}: {NEEDS_MESSAGES}"
-        return line
+        return f"{line}: {scoring.NEEDS_PROCESS}" if scoring.sets_alarm(error) else line
 
     worst = max if function.weight < 0 else min
     try:

@@ -27,6 +27,11 @@ PARSING_ERRORS = (
 exceptions of an HTTP client, are not caused by the answer."""
 Worst = Callable[[Sequence[float]], float]
 """Chooses the worst reward: min, or max for a function of negative weight."""
+NO_ALARM = "signal only works in main thread"
+"""Message of the ValueError that Python raises for a timeout by signal.alarm() in a thread, such as math-verify's."""
+NEEDS_PROCESS = (
+    "signal.alarm() fails in threads; name the function as file.py:function with run_in: process, or remove the timeout"
+)
 NOT_RUN = "a dry run reads no weights"
 
 
@@ -105,4 +110,9 @@ def reward_of_unscorable(error: BaseException, scored: Sequence[float], worst: W
     """
     if isinstance(error, AnswerError):
         return worst([error.reward, *scored])
-    return worst([0.0, *scored]) if scored and isinstance(error, PARSING_ERRORS) else None
+    return worst([0.0, *scored]) if scored and isinstance(error, PARSING_ERRORS) and not sets_alarm(error) else None
+
+
+def sets_alarm(error: BaseException | None) -> bool:
+    """Return True if the error, or the one that it replaced, is that of signal.alarm() in a thread."""
+    return error is not None and (NO_ALARM in one_line(error) or sets_alarm(error.__context__))

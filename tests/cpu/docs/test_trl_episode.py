@@ -6,6 +6,7 @@ import asyncio
 import importlib.util
 import json
 import random
+import signal
 from itertools import islice
 
 import pytest
@@ -148,6 +149,22 @@ def test_the_policy_observes_a_failed_call_and_calls_may_be_limited():
     assert model.observed[0]["content"] == "{'error': 'Tool gone not found.'}"
     made.most_calls = 1
     assert asyncio.run(made.run(item, Scripted(*[call("gone")] * 9)))["reward"] == 3
+
+
+def test_a_tool_that_sets_an_alarm_fails_the_episode_because_each_call_would_fail():
+    def search(text: str) -> str:
+        """Search.
+
+        Args:
+            text: Text.
+        """
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        return text
+
+    made = episode([{"prompt": []}], lambda completions, **columns: [1.0], tools=[search], held_out=0)
+    [item] = made.prompts(0, "train")
+    with pytest.raises(ValueError, match="signal only works in main thread"):
+        asyncio.run(made.run(item, Scripted(call("search", text="x"), "6")))
 
 
 def trained(model, output):

@@ -11,6 +11,7 @@ from functools import partial
 
 import numpy as np
 import pytest
+from math_verify import parse, verify
 from pydantic import TypeAdapter
 from trl import rewards as trl_rewards
 
@@ -202,6 +203,18 @@ def test_a_failure_that_is_not_the_answers_fault_gives_no_reward(error):
     scores = score(scorer_of(reward), ["1", "x"])
     assert [one.reward for one in scores] == [None if isinstance(error, ValueError) else 1.0, None]
     assert scores[1].failed
+
+
+def test_a_timeout_by_alarm_in_a_thread_is_no_fault_of_the_answer_and_names_the_remedy():
+    def right(completions, answer, **columns):
+        return [float("boxed" in text and verify(parse(answer[0]), parse(text))) for text in completions]
+
+    with ThreadPoolExecutor(1) as thread:
+        prompt = prompt_of(answer="$42$")
+        scores = thread.submit(score, scorer_of(right), [r"\boxed{42}", "I do not know."], prompt).result()
+    assert [one.reward for one in scores] == [None, 0.0]
+    assert "signal.alarm() fails in threads" in scores[0].error
+    assert "run_in: process" in scores[0].error
 
 
 def test_a_function_that_compares_siblings_is_called_with_all_of_them_or_fails():
