@@ -38,6 +38,9 @@ class Origins:
         self._lock = threading.Lock()
         self._known: OrderedDict[bytes, Origin] = OrderedDict()
 
+    def __len__(self) -> int:
+        return len(self._known)
+
     def record(self, request: Request, completion: Completion, temperature: float) -> None:
         origin = Origin(temperature, completion.policy_version, completion.finish_reason)
         self.remember(request.token_ids, completion.token_ids, origin)

@@ -236,6 +236,11 @@ class AtroposSource:
                 "a group of another size, or an environment with min_batch_allocation that has ended, blocks all "
                 "others: restart it, or use python -m colocated_grpo.atropos.api"
             )
+        elif self.reader.origins:
+            advice = (
+                "environments have sampled here, but post no group: do they skip groups of equal scores "
+                "(--env.ensure_scores_are_not_same False, or easier items), and is this their --env.rollout_server_url?"
+            )
         else:
             advice = (
                 "is an environment running, with this --env.rollout_server_url, with --env.wandb_name and with this "

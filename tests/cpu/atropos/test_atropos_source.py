@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from colocated_grpo.atropos import source as source_module
+from colocated_grpo.atropos.reader import Origin
 from colocated_grpo.atropos.source import AtroposClient
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.errors import NothingUsable
@@ -280,6 +281,15 @@ def test_a_long_wait_is_reported_with_its_seconds_each_time_it_has_doubled(url, 
     first_note_while_waiting(harness, notes=3)
     waits = [re.search(r"no batch for (\d+) s; .* holds 0 groups", note)[1] for note in harness.notes[:3]]
     assert waits == ["80", "140", "260"]
+
+
+def test_environments_that_sample_and_post_nothing_are_told_from_missing_ones(url, monkeypatch):
+    monkeypatch.setattr(source_module, "EXPLAIN_SECONDS", 0.0)
+    harness = SourceHarness(url)
+    harness.start()
+    origin = Origin(temperature=1.0, policy_version=0, finish_reason="stop")
+    harness.source.reader.origins.remember([1], [2], origin)
+    assert "environments have sampled here, but post no group: " in first_note_while_waiting(harness)
 
 
 @needs_atropos

@@ -14,8 +14,8 @@ TABLES = {
     "troubleshooting": (ROOT / "docs/troubleshooting.md").read_text(),
     "atropos": (ROOT / "docs/guides/atropos.md").read_text().partition("## Troubleshooting")[2],
 }
-FOREIGN = {"import transformers", "Scores are the same in a group, skipping"}
-"""A statement of the reader's, and a message of atroposlib."""
+FOREIGN = {"import transformers", "Scores are the same in a group, skipping", "No trajectories collected"}
+"""A statement of the reader's, and messages of atroposlib."""
 
 
 def quotes(table: str) -> list[str]:
