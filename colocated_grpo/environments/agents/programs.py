@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from inspect import iscoroutinefunction
+from inspect import iscoroutinefunction, signature
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import IO
@@ -187,4 +187,9 @@ def build_agent(program: str, arguments: list[str], key: str) -> Agent:
     function = load_object(program, f"{key}: program")
     if not iscoroutinefunction(function):
         raise EnvironmentSetupError(f"{key}: program={program!r}: must be a coroutine function: write `async def`")
+    try:
+        signature(function).bind(None, None, None)
+    except TypeError as error:
+        rule = "must be called as `f(item, base_url, api_key)`"
+        raise EnvironmentSetupError(f"{key}: program={program!r}: {rule}: {error}") from None
     return lambda item, access: function(item, access.base_url, access.api_key)

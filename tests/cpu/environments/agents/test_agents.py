@@ -570,11 +570,13 @@ def test_the_program_of_the_guide_rewards_an_agent_that_prints_none(tmp_path, mo
     [
         ("{folder}/agents.py:plian", [], "agents.py' 'plian'; did you mean 'plain'?"),
         ("{folder}/agents.py:plain", [], "must be a coroutine function: write `async def`"),
+        ("{folder}/agents.py:alone", [], "must be called as `f(item, base_url, api_key)`: too many"),
         ("{folder}/agents.py:play", ["--x"], "a function has none; use a program"),
     ],
 )
 def test_a_program_that_cannot_be_started_is_one_line_before_the_run(tmp_path, program, arguments, expected):
-    (tmp_path / "agents.py").write_text("def plain(item, base_url, api_key): ...\nasync def play(*_): ...\n")
+    code = "def plain(item, base_url, api_key): ...\nasync def alone(item): ...\nasync def play(*_): ...\n"
+    (tmp_path / "agents.py").write_text(code)
     with pytest.raises(EnvironmentSetupError, match="environments 'rows'") as error:
         build_agent(program.format(folder=tmp_path), arguments, "environments 'rows'")
     assert expected in str(error.value)
