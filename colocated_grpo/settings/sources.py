@@ -151,11 +151,16 @@ def reward_by_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
+TRL_SCRIPT_REWARDS = (
+    "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment",
+)  # fmt: skip
+
+
 def reward_name(name: object) -> object:
     """Convert a reward's name from the form of TRL's script to the form of a config. Other values are unchanged."""
-    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward"):
+    if name in TRL_SCRIPT_REWARDS:
         return f"trl.rewards:{name}"
-    if not isinstance(name, str) or ":" in name or names_model(name):
+    if not isinstance(name, str) or ":" in name or name.endswith(".py") or names_model(name):
         return name
     module, _, function = name.rpartition(".")
     return f"{module}:{function}" if module else name

@@ -81,6 +81,8 @@ class RewardFunction:
             guide = "from_verl.md" if is_verl else "from_trl.md#reward-functions"
             available = f"available: {', '.join(sorted(columns)) or 'none'}"
             advice = f"(rename one with `columns`; called as in docs/guides/{guide})"
+            if not (is_verl or self.accepts_all or self.accepted & PROVIDED):
+                advice = f"(if it is a factory, give its `args`: docs/guides/{guide})"
             raise EnvironmentSetupError(f"reward {self.name!r} needs the column {missing[0]!r}; {available} {advice}")
 
     def check_text(self, item: Item) -> None:

@@ -366,6 +366,12 @@ def test_the_names_of_trls_own_script_make_a_dataset_environment():
     ]
 
 
+def test_reward_funcs_know_the_names_of_trl_and_a_file_is_no_module():
+    names = ["get_soft_overlong_punishment", "my_rewards.py"]
+    [source] = load(f"model: a\ndataset_name: d\nreward_funcs: {names}", alone=True).environments
+    assert [reward.name for reward in source.rewards] == ["trl.rewards:get_soft_overlong_punishment", "my_rewards.py"]
+
+
 def test_reward_funcs_accept_a_name_with_arguments():
     entry = "{name: my_rewards.py:Length, args: {target: 9}}"
     text = f"model: a\ndataset_name: d\nreward_funcs: [m.f, {entry}]\nreward_weights: [1, 0.5]"

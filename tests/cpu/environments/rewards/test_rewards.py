@@ -397,6 +397,14 @@ def test_a_missing_column_is_named_with_the_available_ones():
         scorer_of(reward).check_item({"prompt": "x", "answer": "2"})
 
 
+def test_a_factory_without_arguments_is_told_from_a_reward_that_lacks_a_column():
+    def punishment(max_len, cache):
+        return lambda completions, **columns: [1.0] * len(completions)
+
+    with pytest.raises(EnvironmentSetupError, match=r"column 'cache'.*\(if it is a factory, give its `args`"):
+        scorer_of(punishment).check_item({"prompt": "x", "answer": "2"})
+
+
 def test_a_function_of_verl_and_a_row_with_images_are_rejected_with_the_remedy():
     def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return 1.0
