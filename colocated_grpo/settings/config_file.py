@@ -1,7 +1,6 @@
 """Loads a Config from a YAML file and command-line overrides."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -11,7 +10,7 @@ from colocated_grpo.settings import errors, rules
 from colocated_grpo.settings.base import ConfigFolder
 from colocated_grpo.settings.errors import ConfigError, KeyPath, Locations, SettingLocation, SettingsTree
 from colocated_grpo.settings.schema import Config
-from colocated_grpo.settings.tree import assign, parse_document, parse_value
+from colocated_grpo.settings.tree import assign, copy_nested, parse_document, parse_value
 
 DEFAULT_TASK = "arithmetic"
 """Task of a config file without environments. Its prompts are generated, so nothing is downloaded."""
@@ -85,7 +84,7 @@ def _complete(
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
-        assign(tree, key, deepcopy(value))  # translation changes `tree`
+        assign(tree, key, copy_nested(value))  # translation changes `tree`
         for path in [path for path in locations if path[: len(key)] == key]:
             del locations[path]
         locations[key] = location

@@ -10,7 +10,6 @@ from colocated_grpo.settings import base
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.generation import ModelConfig
-from colocated_grpo.types import JsonObject
 
 FROZEN = "frozen"
 """Entry in the `players` of a game. The opponent plays the seat of this entry."""
@@ -35,7 +34,7 @@ class TurnsSourceConfig(base.Section):
     type: Literal["turns"]
     name: base.CodeName
     """'town', 'tossim' or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: JsonObject = {}
+    args: base.Arguments = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
     """Completion that is played in each turn. first and random follow the policy. best: the one with the highest
@@ -75,7 +74,7 @@ class ItemSourceConfig(base.NamedObject):
 
     type: str
     name: base.CodeName
-    args: JsonObject = {}
+    args: base.Arguments = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
     """System message added to the model's prompt if the prompt has none. `score` or `run` gets the item unchanged."""
@@ -118,7 +117,7 @@ class RewardConfig(base.NamedObject):
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'. With a slash and no colon, the Hugging Face name or the folder of a reward model:
     'organization/name' or './folder' (docs/guides/rewards.md)."""
-    args: JsonObject | None = None
+    args: base.Arguments | None = None
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function. For a reward model: revision and trust_remote_code, as in `model`."""
     run_in: Literal["auto", "process", "thread"] = "auto"

@@ -93,6 +93,13 @@ def _collect_lines(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], na
             _collect_lines(item, (*path, index), lines, name, visited)
 
 
+def copy_nested(value: Any) -> Any:
+    """Copy nested dictionaries and lists. Unlike deepcopy, it is fast, and accepts values that cannot be copied."""
+    if type(value) is dict:
+        return {key: copy_nested(inner) for key, inner in value.items()}
+    return [copy_nested(inner) for inner in value] if type(value) is list else value
+
+
 def lookup(tree: object, path: KeyPath) -> Any:
     """Return the value at `path`; None if there is no such entry."""
     for step in path:

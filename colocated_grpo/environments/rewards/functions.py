@@ -10,7 +10,6 @@ from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Item
 from colocated_grpo.environments.rewards import builtin, judge, run_code, scoring
@@ -18,6 +17,7 @@ from colocated_grpo.environments.rewards.workers import Answer, Started, WorkerP
 from colocated_grpo.environments.user_code import loading
 from colocated_grpo.runtime.user_code import is_user_code
 from colocated_grpo.settings.sources import RewardConfig, names_model
+from colocated_grpo.settings.tree import copy_nested
 from colocated_grpo.types import Completion, Prompt, Score
 
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
@@ -147,7 +147,7 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
 
 def _arguments(inputs: RewardInputs) -> dict[str, object]:
     """Return TRL's keyword arguments. Completions are strings for a text prompt, messages for a chat prompt."""
-    item, count = _copy(inputs.item), len(inputs.texts)  # a function may change it, and others must not see the change
+    item, count = copy_nested(inputs.item), len(inputs.texts)  # a function may change it; others must not see that
     chat = not isinstance(prompt := item["prompt"], str)
     return {
         **{key: [value] * count for key, value in item.items() if key not in NOT_COLUMNS},
@@ -159,13 +159,6 @@ def _arguments(inputs: RewardInputs) -> dict[str, object]:
         # In TRL, log_extra adds columns to a table of completions. There is no such table here.
         "log_extra": lambda column, values: None,
     }
-
-
-def _copy(value: Any) -> Any:
-    """Copy nested dictionaries and lists. Unlike deepcopy, it is fast, and accepts values that cannot be copied."""
-    if type(value) is dict:
-        return {key: _copy(inner) for key, inner in value.items()}
-    return [_copy(inner) for inner in value] if type(value) is list else value
 
 
 def build_rewards(configs: Sequence[RewardConfig], key: str) -> list[RewardFunction]:
