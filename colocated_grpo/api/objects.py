@@ -72,6 +72,8 @@ def take_rows(rows: object, key: str, name: str, objects: ObjectsByName) -> str:
         for index, row in enumerate(rows):
             if not isinstance(row, Mapping):
                 raise ConfigError(f"{key}: entry {index} is of type {type(row).__name__}; {NOT_ROWS}")
+            if other := [name for name in row if not isinstance(name, str)]:
+                raise ConfigError(f"{key}: entry {index} has the key {other[0]!r}; columns must have text as names")
     elif not hasattr(rows, "select_columns"):
         raise ConfigError(f"{key}: of type {type(rows).__name__}; {NOT_ROWS}")
     elif images := {"image", "images"}.intersection(getattr(rows, "column_names", None) or ()):

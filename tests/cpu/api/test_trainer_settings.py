@@ -217,6 +217,10 @@ def test_the_config_of_peft_is_read():
             "train_dataset: entry 0 is of type str; must be a datasets.Dataset or a list of dict",
         ),
         (
+            {"train_dataset": [{"prompt": "x", 0: "y"}]},
+            "train_dataset: entry 0 has the key 0; columns must have text as names",
+        ),
+        (
             {"train_dataset": iter(ROWS)},
             "train_dataset: of type list_iterator; must be a datasets.Dataset or a list of dict",
         ),
