@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import threading
 import time
@@ -153,6 +154,9 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         code = main()
     except SystemExit:  # raised by argparse for --help and for invalid arguments
         raise
+    except KeyboardInterrupt:  # Ctrl-C, of a program without the launcher
+        print("\nstopped", file=sys.stderr)
+        code = 128 + signal.SIGINT
     except BaseException:  # torch's CheckpointException does not derive from Exception
         traceback.print_exc()
         code = RUN_ERROR

@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -128,3 +130,10 @@ def test_a_run_that_trains_is_asked_to_save(folder):
 def test_a_run_whose_folder_was_cleaned_while_it_trained_is_asked_to_save(tmp_path, name):
     (tmp_path / "emptied").mkdir()
     assert begin_stop(tmp_path / name, signal.SIGTERM) == (SAVING, None)
+
+
+def test_ctrl_c_ends_a_program_without_a_launcher_with_one_line() -> None:
+    interrupted = "run_program(lambda: signal.raise_signal(signal.SIGINT))"
+    code = f"import signal; from colocated_grpo.runtime.verdict import run_program; {interrupted}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGINT, "\nstopped\n")
