@@ -104,9 +104,8 @@ def _adapted(model_folder: Path, lora: LoRAConfig) -> tuple[PeftModel, JsonObjec
 
 def _adapter_parameters(model: PreTrainedModel, lora: LoRAConfig) -> int:
     from colocated_grpo.policy.lora.weights import target_names
-    from colocated_grpo.policy.model import transformer_blocks
 
-    names = target_names(model, transformer_blocks(model), lora)
+    names = target_names(model, lora)
     return sum(lora.rank * sum(model.get_parameter(f"{name}.weight").shape) for name in names)
 
 

@@ -15,7 +15,6 @@ from colocated_grpo.environments.rewards import scoring, workers
 from colocated_grpo.errors import ConfigError, visible
 from colocated_grpo.policy import checkpoint_files, model_files, model_loader
 from colocated_grpo.policy.lora.weights import insert_adapters
-from colocated_grpo.policy.model import transformer_blocks
 from colocated_grpo.rollout.reward_calls import RewardCalls
 from colocated_grpo.rollout.vllm.kv_budget import check_cache
 from colocated_grpo.settings import config_json, model_sizes
@@ -43,7 +42,7 @@ def preview(config: Config, place: Placement, note: Note) -> list[str]:
     folder, device = checkpoint_files.fetch_tokenizer(config.model), torch.device("cuda" if place.on_gpu else "cpu")
     model = model_loader.check_model(config.model, folder)
     if config.policy.lora is not None:
-        insert_adapters(model.lm, transformer_blocks(model.lm), config.policy.lora)
+        insert_adapters(model.lm, config.policy.lora)
     if config.engine.placement == "colocated":
         spec = engines.engine_spec(config, folder, 1, device, sequences=1)  # the checks depend on neither number
         check_cache(spec)

@@ -91,7 +91,7 @@ class ModelLoader:
 
         device, model = self._world.device, self._empty()
         models.freeze(model, self.dtype)
-        insert_adapters(model.lm, models.transformer_blocks(model.lm), lora)
+        insert_adapters(model.lm, lora)
         factors = read_factors(lora, model)
         self._prepare_blocks(model, replays=self._policy.routing_replay)
         if self._without_fsdp:

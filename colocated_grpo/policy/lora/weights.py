@@ -26,7 +26,7 @@ from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged, product
 from colocated_grpo.policy.masters import Weights, read_parameters
-from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard
+from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard, transformer_blocks
 from colocated_grpo.runtime.distributed import Computed, Rows, derive_seed, first_row, local_part, with_rows
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
@@ -40,12 +40,12 @@ print(json.dumps([name for name in names if re.fullmatch(rule, name)]))
 REGEX_SECONDS = 5.0
 
 
-def insert_adapters(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> None:
-    """Replace the targeted layers of `lm` by layers with adapters, in place. blocks: the transformer blocks of `lm`.
+def insert_adapters(lm: PreTrainedModel, config: LoRAConfig) -> None:
+    """Replace the targeted layers of `lm` by layers with adapters, in place.
 
     Parameters are on the meta device. Raises ConfigError if a target does not exist or is not a linear layer.
     """
-    targets, in_4_bits = target_names(lm, blocks, config), config.base_dtype == "nf4"
+    targets, in_4_bits = target_names(lm, config), config.base_dtype == "nf4"
     for name in _in_4_bits(lm) if in_4_bits else targets:
         parent, _, leaf = name.rpartition(".")
         rank = config.rank if name in targets else 0
@@ -71,7 +71,7 @@ def _in_4_bits(lm: PreTrainedModel) -> list[str]:
     return names
 
 
-def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig) -> list[str]:
+def target_names(lm: PreTrainedModel, config: LoRAConfig) -> list[str]:
     """Return the names of the targeted layers, in the model's order. Raises ConfigError as `insert_adapters` does."""
     linear = list(linear_names(lm))
     everything = isinstance(config.target_modules, str) and config.target_modules.lower() == ALL_LINEAR
@@ -85,6 +85,7 @@ def target_names(lm: PreTrainedModel, blocks: nn.ModuleList, config: LoRAConfig)
         if not _selected("target_modules", [one], lm):
             raise ConfigError(f"policy.lora.target_modules: no module is called {one!r}; {known}")
     if config.layers is not None:
+        blocks = transformer_blocks(lm)
         chosen = {id(module) for index in config.layers for module in blocks[index].modules()}
         matched = [name for name in matched if id(lm.get_submodule(name)) in chosen]
     if not matched:

@@ -19,7 +19,7 @@ from colocated_grpo.metrics import Metrics
 from colocated_grpo.policy.blocks import Block
 from colocated_grpo.policy.lora import weights
 from colocated_grpo.policy.lora.weights import AdapterWeights, adapted_layers, frozen_experts, insert_adapters
-from colocated_grpo.policy.model import build_empty, transformer_blocks
+from colocated_grpo.policy.model import build_empty
 from colocated_grpo.policy.policy import Policy
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.errors import ConfigError
@@ -315,7 +315,7 @@ def test_of_a_mixture_of_experts_attention_and_shared_layers_get_adapters():
     )
     model = build_empty(config, 64, trust_remote_code=False)
     total = sum(parameter.numel() for parameter in model.parameters())
-    insert_adapters(model.lm, transformer_blocks(model.lm), LoRAConfig(rank=4))
+    insert_adapters(model.lm, LoRAConfig(rank=4))
     adapted = {name.split(".", 3)[-1] for name in adapted_layers(model)}
     attention = {f"self_attn.{part}_proj" for part in "qkvo"}
     shared = {f"mlp.shared_expert.{part}_proj" for part in ("gate", "up", "down")}

@@ -125,7 +125,7 @@ def test_an_adapter_has_the_layers_that_the_policy_gives_one(architecture):
     model, sizes = empty_model(config), known_sizes(config)
 
     def factors(lora: LoRAConfig) -> int:
-        names = target_names(model, model.model.layers, lora)
+        names = target_names(model, lora)
         return sum(lora.rank * sum(model.get_submodule(name).weight.shape) for name in names)
 
     some_blocks = {"layers": list(range(7, 14))}
