@@ -16,7 +16,7 @@ from colocated_grpo.freshness import Judge, default_limit, make_judge
 from colocated_grpo.phases import WeightSync
 from colocated_grpo.policy import activations, checkpoint_files
 from colocated_grpo.policy.lora.weights import AdapterWeights
-from colocated_grpo.policy.masters import Reference, ShardedWeights, adopt
+from colocated_grpo.policy.masters import Reference, ShardedWeights
 from colocated_grpo.policy.model import host_copy
 from colocated_grpo.policy.model_files import ModelFiles, read_model_files
 from colocated_grpo.policy.model_loader import ModelLoader, engine_dtype
@@ -197,7 +197,7 @@ def build_sync(policy: Policy, engine: LocalEngine, world: World, *, shared: boo
     copies = ColocatedSync(
         weights.published(), engine, model.conversion, world, check_every=check_every, constants=model.hf_buffers()
     )
-    return share(copies, weights.published, partial(adopt, model)) if shared else copies
+    return share(copies, weights) if shared else copies
 
 
 def build_opponent(

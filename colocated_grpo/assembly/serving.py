@@ -20,7 +20,7 @@ from colocated_grpo.atropos.supply import AtroposSupply, MainSupply, WorkerSuppl
 from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.environments.chat import ChatCodec
 from colocated_grpo.errors import ConfigError
-from colocated_grpo.policy import masters, model_loader
+from colocated_grpo.policy import model_loader
 from colocated_grpo.policy.export import AdapterExport, ModelExport
 from colocated_grpo.policy.model_files import ModelFiles
 from colocated_grpo.policy.policy import Policy
@@ -108,7 +108,7 @@ def build_remote(
         case "shared":
             file = Path(engine.bridge_config or exported.export_folder() / exported.CONFIG_NAME)
             views = exported.attach(file, servers[0].wait_until_ready()["instance"])
-            views = exported.adopt_exported(views, prefix, partial(masters.adopt, policy.model))
+            views = exported.adopt_exported(views, policy.model)
             sync = SharedSync(policy.weights.published(), views, world, check_every)
     restore: remote.Restore = (lambda server: False) if isinstance(sync, SharedSync) else sync.restore
     infos = [server.wait_until_ready() for server in servers]

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from colocated_grpo.errors import RunError
+from colocated_grpo.policy.masters import adopt
+from colocated_grpo.policy.model import PackedLM
 from colocated_grpo.tracking.files import write_atomically
 from colocated_grpo.types import JsonObject
-from colocated_grpo.weights.colocated import Adopt
 
 CONFIG_NAME = "vllm_bridge_config.json"
 MAPPINGS = "param_mappings"
@@ -93,14 +94,14 @@ def attach(file: Path, instance: str) -> dict[str, Tensor]:
         raise RunError(f"engine.bridge_config={file}: not usable ({error}); start the server again") from None
 
 
-def adopt_exported(views: Mapping[str, Tensor], prefix: str, adopt: Adopt) -> dict[str, Tensor]:
-    """Replace the policy's compute weights by a server's parameters, and return these. Raises RunError on a mismatch.
+def adopt_exported(views: Mapping[str, Tensor], model: PackedLM) -> dict[str, Tensor]:
+    """Replace the parameters of the policy's model by a server's, and return these. Raises RunError on a mismatch.
 
-    views: result of `attach`, whose names may lack the `prefix` of the base model. The result has both kinds of names.
+    views: result of `attach`, whose names may lack the prefix of the base model. The result has both kinds of names.
     """
-    start = f"{prefix}."
+    start = f"{model.lm.base_model_prefix}."
     named = {alias: view for name, view in views.items() for alias in (name, name.removeprefix(start), start + name)}
-    if not adopt(named):
+    if not adopt(model, named):
         problem = "the server's weights have other names, shapes, types or devices than the policy's"
         advice = "start it with the run's model and --dtype, on the same device"
         raise RunError(f"engine.bridge=shared: {problem}; {advice}")

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.checkpoint_files import Conversion
+from colocated_grpo.policy.masters import Weights, adopt
 from colocated_grpo.rollout.engine import LocalEngine
 from colocated_grpo.runtime.distributed import World, local_part, whole
 from colocated_grpo.weights import buckets
@@ -196,24 +197,18 @@ class SharedSync:
             self._check.verify()
 
 
-Adopt = Callable[[Mapping[str, Tensor]], bool]
-"""Makes the policy compute with these tensors, by checkpoint name; False if it cannot."""
+def share(copies: ColocatedSync, weights: Weights) -> SharedSync:
+    """Replace the tensors that the policy computes with by views of the engine's parameters.
 
-
-def share(copies: ColocatedSync, published: Callable[[], Mapping[str, Tensor]], adopt: Adopt) -> SharedSync:
-    """Replace the policy's compute weights by views of the engine's parameters.
-
-    published: `Weights.published`.
-
-    The engine's weights must be mapped; its KV cache need not be. Raises RunError if the model has no verified plan, or
-    if the policy cannot compute with the engine's tensors.
+    copies: the sync of `weights`. The engine's weights must be mapped; its KV cache need not be. Raises RunError if the
+    model has no verified plan, or if the policy cannot compute with the engine's tensors.
     """
     copies.sync()  # builds and verifies the plan
     plan = copies.plan
     views = {} if plan is None else {name: target.view for name, target in plan.targets.items()}
-    if plan is None or not adopt(views):
+    if plan is None or not adopt(weights.model, views):
         problem = "the engine stores this model's weights in another layout than the checkpoint"
         raise RunError(f"weights=shared: {problem}; set weights=copied")
     for rows in plan.padding:
         rows.zero_()  # once is enough: no sync writes to them later
-    return SharedSync(published(), views, copies.world, copies.check_every)
+    return SharedSync(weights.published(), views, copies.world, copies.check_every)
