@@ -59,7 +59,8 @@ def measure(world: World, options: argparse.Namespace) -> JsonObject:
     first = seconds_of(planned.sync, world.device, repeats=1, warmup=0, align=lambda: barrier(world.device))[0]
     seconds = slowest_median(planned.sync, world, options.repeats)
     publish_seconds = slowest_median(policy.weights.publish, world, options.repeats)
-    loading = ColocatedSync(published, engine, conversion, world, check_every=0, planned=False)
+    engine.transforms_weights = True  # a new sync then uses the engine's own loader
+    loading = ColocatedSync(published, engine, conversion, world, check_every=0)
     load_seconds = slowest_median(loading.sync, world, max(3, options.repeats // 3))
     dtype = next(engine.model.parameters()).dtype
     check_seconds = None

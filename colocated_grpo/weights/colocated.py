@@ -28,7 +28,7 @@ class ColocatedSync:
     """Copies the policy's weights into the engine. Every method is collective, called in lockstep by all ranks.
 
     The first sync uses the engine's own `load_weights`. A plan is built afterwards, and adopted only if each of its
-    views holds, bit for bit, what the first sync wrote; otherwise all syncs use `load_weights`. Each sync is verified.
+    views holds, bit for bit, what the first sync wrote; otherwise all syncs use `load_weights`.
     """
 
     parameters: Mapping[str, Tensor]
@@ -42,13 +42,11 @@ class ColocatedSync:
     """Verify every n-th sync; 0: never."""
     constants: Mapping[str, Tensor] = field(default_factory=dict)
     """Unsharded tensors that never change. `load_weights` writes them; planned syncs do not."""
-    planned: bool = True
-    """False always uses the engine's own loader."""
 
     def __post_init__(self) -> None:
         self._sent = self.parameters
         """The parameters as planned syncs send them: where the engine stores 8 bits, in 8 bits."""
-        self._may_plan = self.planned and not self.engine.transforms_weights
+        self._may_plan = not self.engine.transforms_weights
         """True until the first sync, which builds the plan."""
         self._device = self.world.device
         self._dtype = next(self.engine.model.parameters()).dtype
