@@ -52,7 +52,7 @@ class ColocatedSync:
         self._dtype = next(self.engine.model.parameters()).dtype
         self._check_due = every_nth(self.check_every)
         self._transport: TransportCheck | None = None
-        self._reload = ReloadCheck(lambda: self.engine.model, [*self.parameters, *self.constants], self._device)
+        self._reload = ReloadCheck(self.engine.model, [*self.parameters, *self.constants], self._device)
         self.plan: Plan | None = None
         """Destination of each parameter. None until the plan is verified, and for models without a valid plan."""
         self._buckets: list[tuple[buckets.Bucket, list[buckets.ShardSlice]]] = []

@@ -177,8 +177,8 @@ class ReloadCheck:
     arrived. Blocks take turns: an engine that receives nothing is detected at once, a single stale block in its turn.
     """
 
-    def __init__(self, model: Callable[[], nn.Module], names: Iterable[str], device: torch.device) -> None:
-        """model: returns the engine's model on this device. names: names of all tensors that a load needs."""
+    def __init__(self, model: nn.Module, names: Iterable[str], device: torch.device) -> None:
+        """model: the engine's, on this device. names: names of all tensors that a load needs."""
         self._model = model
         self._device = device
         blocks: dict[str, list[str]] = {}
@@ -196,8 +196,7 @@ class ReloadCheck:
         return [name for name, fingerprint in after.items() if before.get(name) != fingerprint]
 
     def _fingerprints(self) -> dict[str, int]:
-        model = self._model()
-        tensors = dict(model.named_parameters()) | dict(model.named_buffers())
+        tensors = dict(self._model.named_parameters()) | dict(self._model.named_buffers())
         tensors = {name: tensor.detach() for name, tensor in tensors.items() if tensor.numel()}
         found = Fingerprints([bits_of(tensor) for tensor in tensors.values()], None, self._device).compute()
         return dict(zip(tensors, found.tolist(), strict=True))

@@ -100,7 +100,7 @@ def synced_in_8_bits(world: World, folder: Path) -> dict[str, Any]:
     pair.write()
     facts: dict[str, Any] = {"start": start, "moved": moved, "after": pair.disagreement()}
     assert pair.sync.plan is not None
-    check = ReloadCheck(lambda: pair.engine.model, ["every tensor"], world.device)
+    check = ReloadCheck(pair.engine.model, ["every tensor"], world.device)
     facts["changed"] = check.changes(lambda _block: pair.engine.load_weights(pair.sync._full_tensors()))
     write = colocated.buckets.write_planned
 
