@@ -5,6 +5,7 @@ Shapes: N scored tokens of one micro-batch (the tokens that the policy sampled),
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -44,10 +45,14 @@ class LossInputs:
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""
 
+    def tensors(self) -> dict[str, Any]:
+        """Return the tensors by name, without those that are None."""
+        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
+        return {name: value for name, value in values.items() if value is not None}
+
     def at(self, tokens: slice | Tensor) -> "LossInputs":
         """Return the inputs of a subset of the N tokens. Completions keep their index."""
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_N")}
-        return replace(self, **{name: None if value is None else value[tokens] for name, value in values.items()})
+        return replace(self, **{name: value[tokens] for name, value in self.tensors().items()})
 
 
 @dataclass(frozen=True, kw_only=True)

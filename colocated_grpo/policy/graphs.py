@@ -7,7 +7,7 @@ are padded with tokens that no loss and no real token sees.
 Shapes: as in `batching.micro_batch`, and S completions.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from math import ceil
 from typing import Any, NamedTuple
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from colocated_grpo.batching.micro_batch import MicroBatch, PackedTokens, PrefixKeys
-from colocated_grpo.losses.inputs import LossInputs
 from colocated_grpo.metrics import Stat, as_scalar
 from colocated_grpo.policy.attention import with_own_keys
 from colocated_grpo.policy.model import PackedLM
@@ -113,7 +112,7 @@ def shape_for(micro_batch: MicroBatch) -> GraphShape:
         scored=rows + completions,  # siblings may share the row that predicts their first token
         completions=completions,
         longest=longest,
-        given=tuple(name for name, value in _inputs_N(inputs) if value is not None),
+        given=tuple(inputs.tensors()),
     )
 
 
@@ -134,7 +133,7 @@ def padded(micro_batch: MicroBatch, shape: GraphShape) -> MicroBatch:
     tokens, inputs = micro_batch.tokens, micro_batch.loss_inputs
     scored = shape.scored - len(tokens.source_N)
     assert scored >= 0  # F.pad would cut
-    given: dict[str, Any] = {name: F.pad(value, (0, scored)) for name, value in _inputs_N(inputs) if value is not None}
+    given: dict[str, Any] = {name: F.pad(value, (0, scored)) for name, value in inputs.tensors().items()}
     return MicroBatch(
         tokens=replace(
             _padded_rows(tokens, shape),
@@ -144,10 +143,6 @@ def padded(micro_batch: MicroBatch, shape: GraphShape) -> MicroBatch:
         ),
         loss_inputs=replace(inputs, num_sequences=shape.completions, **given),
     )
-
-
-def _inputs_N(inputs: LossInputs) -> Iterator[tuple[str, Any]]:
-    return ((field.name, getattr(inputs, field.name)) for field in fields(inputs) if field.name.endswith("_N"))
 
 
 def _padded_rows(tokens: PackedTokens, shape: GraphShape) -> PackedTokens:
