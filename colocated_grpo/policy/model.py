@@ -1,6 +1,6 @@
-"""Build a sharded model: meta device -> checkpointing -> compile -> fully_shard.
+"""Build a model: meta device -> checkpointing -> compile -> fully_shard.
 
-No rank ever holds the whole model: parameters have no storage until `shards` allocates this rank's rows.
+Parameters have no storage until `masters` allocates those of this rank, so that no rank of several holds a whole model.
 
 Shapes: T packed tokens, N scored tokens, H hidden size.
 """
