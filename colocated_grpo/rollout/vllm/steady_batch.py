@@ -6,7 +6,7 @@ created with the batch; later they are only removed.
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from vllm.sampling_params import RequestOutputKind
@@ -83,10 +83,6 @@ def _stop_tokens(request: Request) -> tuple[int, ...]:
     return tuple(own) if params.eos_token_id is None else (params.eos_token_id, *own)
 
 
-def _detects_repetition(request: Request) -> bool:
-    return request.sampling_params is not None and request.sampling_params.repetition_detection is not None
-
-
 def is_plain(request: Request) -> bool:
     """True if the request needs only its next token and that token's log-probability, and does not stream."""
     params = request.sampling_params
@@ -115,7 +111,8 @@ class SteadyBatch:
         self._chunks = chunks
         self._most_tokens = most_tokens
         self.requests: list[Request] = list(scheduler.running)
-        self.samples_plainly = all(only_temperature(request.sampling_params) for request in self.requests)
+        params: list[Any] = [request.sampling_params for request in self.requests]  # of `is_plain` requests, not None
+        self.samples_plainly = all(map(only_temperature, params))
         self._names = [request.request_id for request in self.requests]
         self._block = scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec.block_size
 
@@ -134,7 +131,7 @@ class SteadyBatch:
         """Tokens that the row's cache blocks hold."""
         self._stop_row = column(stops.rows(self.requests))
         self._stop_table = stops.table
-        self._detects_repetition = np.array([_detects_repetition(request) for request in self.requests], dtype=bool)
+        self._detects_repetition = np.array([one.repetition_detection is not None for one in params], dtype=bool)
 
         rows = len(self.requests)
         self._alive = np.ones(rows, dtype=bool)
