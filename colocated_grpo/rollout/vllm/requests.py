@@ -114,14 +114,12 @@ class EngineRequests:
 
     def abort(self, keys: Collection[Hashable] | None) -> None:
         """Abort the requests with these keys; None: all requests."""
-        aborted = [request_id for request_id, one in self._by_id.items() if keys is None or one.key in keys]
-        self._engine.engine_core.abort_requests(aborted)
-        for request_id in aborted:
-            del self._by_id[request_id]
-        aborted = [name for name, one in self._with_stop.items() if keys is None or one.key in keys]
-        self._engine.abort_request(aborted)
-        for name in aborted:
-            del self._with_stop[name]
+        by_path = (self._by_id, self._engine.engine_core.abort_requests), (self._with_stop, self._engine.abort_request)
+        for running, abort in by_path:
+            aborted = [name for name, request in running.items() if keys is None or request.key in keys]
+            abort(aborted)
+            for name in aborted:
+                del running[name]
 
     def prompt_logprobs(
         self, token_ids: Sequence[int], params: SamplingParams, adapter: LoRARequest | None

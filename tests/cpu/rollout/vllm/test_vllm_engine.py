@@ -172,7 +172,8 @@ def ends(pair: Pair, stop: tuple[str, ...]) -> dict[str, Any]:
 
 
 def aborted(pair: Pair) -> dict[str, Any]:
-    pair.engine.submit(request_of(number, number) for number in range(6))
+    stops: dict[int, tuple[str, ...]] = {5: ("a string that never comes",)}  # on the other path through vLLM
+    pair.engine.submit(request_of(number, number, stop=stops.get(number, ())) for number in range(6))
     pair.engine.step()
     pair.engine.abort()
     running = pair.engine._engine.engine_core.engine_core.scheduler.get_num_unfinished_requests()
