@@ -56,18 +56,13 @@ def insert_adapters(lm: PreTrainedModel, config: LoRAConfig) -> None:
 def _in_4_bits(lm: PreTrainedModel) -> list[str]:
     """Return the names of all linear layers. Raises ConfigError if their weights cannot be stored in 4 bits."""
     names, parameters = list(linear_names(lm)), dict(lm.named_parameters())
-    found = [
-        f"{name} has rows whose length is no multiple of 64"
-        for name in names
-        if parameters[f"{name}.weight"].shape[1] % nf4.BLOCK
-    ]
-    found += [
-        f"{name} is a fused expert, which stays in 16 bits"
-        for name, parameter in parameters.items()
-        if _is_expert(name, parameter)
-    ]
-    if found:
-        raise ConfigError(f"policy.lora.base_dtype=nf4: must be auto for this model: {found[0]}")
+    rule = "policy.lora.base_dtype=nf4: must be auto for this model"
+    for name in names:
+        if parameters[f"{name}.weight"].shape[1] % nf4.BLOCK:
+            raise ConfigError(f"{rule}: {name} has rows whose length is no multiple of 64")
+    for name, parameter in parameters.items():
+        if _is_expert(name, parameter):
+            raise ConfigError(f"{rule}: {name} is a fused expert, which stays in 16 bits")
     return names
 
 
