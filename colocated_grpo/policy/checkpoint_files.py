@@ -138,7 +138,7 @@ SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.model", "*.py"]
 """Patterns of all files except the weights."""
 WANTED_FILES = [*SMALL_FILES, "*.safetensors"]
 
-Rows = Callable[[slice], Tensor]
+ReadRows = Callable[[slice], Tensor]
 """Takes a slice of rows; returns a view of the memory-mapped file, in the stored dtype."""
 
 
@@ -198,8 +198,8 @@ class CheckpointReader:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._stored: dict[str, Rows] = {}
-        self._experts: dict[str, list[list[Rows]]] = {}
+        self._stored: dict[str, ReadRows] = {}
+        self._experts: dict[str, list[list[ReadRows]]] = {}
         """For experts that are stored one by one: the matrices of each expert, which are joined by rows."""
         self.shapes: dict[str, torch.Size] = {}
         """Shape of each tensor, by parameter name."""
