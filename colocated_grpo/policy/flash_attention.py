@@ -116,7 +116,7 @@ NEVER = 2**31 - 1
 
 
 @cache
-def kernels() -> Any:
+def fa4() -> Any:
     """Import vLLM's module of FlashAttention 4. Raises ImportError if it, or its compiler, is not installed."""
     # nvidia-cutlass-dsl 4.6 warns once for each kernel about an argument that is not used here.
     warnings.filterwarnings("ignore", "Argument .* cannot be converted to a JitArgument", UserWarning)
@@ -167,7 +167,7 @@ def packed_flash(
         out, logsumexp = fa2_forward(query, key, value, Runs(cu_q, cu_k, longest_q, longest_k), scale, left)
         out = out.contiguous()
         return out, logsumexp if sinks_H is None else add_sinks(out, logsumexp, sinks_H)
-    out, logsumexp, *_ = kernels()._flash_attn_fwd(
+    out, logsumexp, *_ = fa4()._flash_attn_fwd(
         query, key, value, **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale), return_lse=True
     )
     return out, logsumexp
@@ -200,7 +200,7 @@ def flash_backward(
         runs = Runs(cu_q, cu_k, longest_q, longest_k)
         dq, dk, dv = fa2_backward(grad, query, key, value, out, logsumexp, runs, scale, left)
         return dq.contiguous(), dk.contiguous(), dv.contiguous()
-    return kernels()._flash_attn_bwd(
+    return fa4()._flash_attn_bwd(
         *(query, key, value, out, grad, logsumexp),
         **_fa4_settings(cu_q, cu_k, longest_q, longest_k, scale),
         deterministic=torch.are_deterministic_algorithms_enabled(),

@@ -138,7 +138,7 @@ def kernels_used(monkeypatch) -> list[str]:
     monkeypatch.setattr(flash_attention, "fa2_forward", kernel("FlashAttention 2"))
     monkeypatch.setattr(
         flash_attention,
-        "kernels",
+        "fa4",
         lambda: SimpleNamespace(
             _flash_attn_fwd=kernel("FlashAttention 4"), _flash_attn_bwd=kernel("its backward pass")
         ),
@@ -226,7 +226,7 @@ def plain_kernels(monkeypatch):
         return tuple(torch.empty_like(like).copy_(made) for like, made in zip(inputs, gradients, strict=True))
 
     module = SimpleNamespace(_flash_attn_fwd=forward, _flash_attn_bwd=backward)
-    monkeypatch.setattr(flash_attention, "kernels", lambda: module)
+    monkeypatch.setattr(flash_attention, "fa4", lambda: module)
     monkeypatch.setattr(flash_attention, "fa2_forward", forward_2)
     monkeypatch.setattr(flash_attention, "fa2_backward", backward_2)
 
