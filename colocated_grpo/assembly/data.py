@@ -1,7 +1,4 @@
-"""The data side of a run: environments, their prompts, and the collector that turns prompts into groups.
-
-Of evaluation too: prompts, sampling and metrics of held-out prompts and evaluation sets.
-"""
+"""The data side of a run: environments, prompts of training and evaluation, and the collector of their groups."""
 
 import copy
 from dataclasses import dataclass
@@ -174,7 +171,7 @@ def build_collector(
         build_dispatch(
             site.world,
             ranks_per_engine=config.ranks_per_engine,
-            replicated=config.rollout.generation == "replicated",
+            replicated=rollout.generation == "replicated",
             deterministic=config.deterministic,
         ),
         seed=config.seed,
