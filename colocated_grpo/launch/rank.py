@@ -138,7 +138,9 @@ def train_on(
         output.trains = True
         try:
             outcome = train(run)
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, Exception):  # not a second Ctrl-C
+                run.checkpoints.finish_writing()
             with suppress(OSError):  # on a full disk closing also fails, which would hide the original error
                 run.tracker.abandon()
             run.callbacks.end(verdict.FAILED)

@@ -253,3 +253,31 @@ def test_a_new_run_does_not_write_into_a_finished_run_of_the_same_name():
     [line] = run.stderr.splitlines()
     assert "already contains a run; add --resume, or choose another name" in line
     assert finished.rows("train") == before
+
+
+FAILS_WHILE_A_CHECKPOINT_IS_WRITTEN = """
+import time
+from colocated_grpo.checkpoint import storage
+from colocated_grpo.errors import RunError
+from colocated_grpo.policy.policy import Policy
+
+write, step = storage.write_durably, Policy.optimizer_step
+
+def slow(*arguments):
+    time.sleep(3)
+    write(*arguments)
+
+def failing(policy, *arguments):
+    if policy.version == 2:
+        raise RunError("no memory")
+    return step(policy, *arguments)
+
+storage.write_durably, Policy.optimizer_step = slow, failing
+"""
+
+
+def test_a_run_that_fails_while_a_checkpoint_is_written_keeps_this_checkpoint(tmp_path):
+    config = faulty(tmp_path, FAILS_WHILE_A_CHECKPOINT_IS_WRITTEN, checkpoint={"every": 2})
+    run = failed(ForkedRun(tmp_path, config))
+    assert "error: no memory\n" in run.stderr
+    assert [path.name for path in (run.folder / "checkpoints").iterdir()] == ["step_000002"]
