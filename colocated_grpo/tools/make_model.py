@@ -26,11 +26,11 @@ SIZES = ("hidden", "layers", "heads", "kv_heads", "head_dim", "intermediate", "v
 OVERRIDES = ("architecture", *SIZES)
 DEFAULTS = supervised.WarmStart()
 WARM_START_FLAGS = (
-    ("--warm-start-target", "target", "REWARD", "mean sampled reward at which the warm start ends"),
+    ("--warm-start-target", "target", "REWARD", "mean sampled reward at which the warm start on a task ends"),
     ("--slips", "slips", "FRACTION", "fraction of characters that the teacher gets wrong"),
     ("--lr", "lr", "RATE", "learning rate of the warm start"),
     ("--max-completion-tokens", "max_completion_tokens", "N", "maximum tokens of an answer or a conversation"),
-    ("--steps", "max_steps", "N", "maximum steps of the warm start"),
+    ("--steps", "max_steps", "N", "steps of the warm start, on a task at most"),
 )
 """Flag, field of `WarmStart`, placeholder and description."""
 
@@ -195,14 +195,18 @@ def warm_start_on_task(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFas
     else:
         teacher = supervised.TaskTeacher(build_task(options.task, arguments), tokenizer, settings)
 
-    def report(step: int, loss: float, reward: float) -> None:
-        print(f"warm start  step {step:4d}  loss {loss:.3f}  sampled reward {reward:.2f}", flush=True)
+    def report(step: int, loss: float, reward: float | None) -> None:
+        print(f"warm start  step {step:4d}  loss {loss:.3f}{_shown('  sampled', reward)}", flush=True)
 
     started = time.monotonic()
     steps = supervised.warm_start(model, teacher, report)
     seconds = time.monotonic() - started
     reward = teacher.sampled_reward(model, "held_out", 2 * supervised.EVAL_PROMPTS)
-    print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s, held-out sampled reward {reward:.2f}")
+    print(f"warm start on {options.task}: {steps} steps in {seconds:.0f} s{_shown(', held-out sampled', reward)}")
+
+
+def _shown(label: str, reward: float | None) -> str:
+    return "" if reward is None else f"{label} reward {reward:.2f}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

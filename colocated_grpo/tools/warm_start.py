@@ -14,11 +14,11 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode, Split, Task
-from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
+from colocated_grpo.environments.chat import ChatCodec, Conversation
 from colocated_grpo.environments.prompts import PromptEncoder
-from colocated_grpo.environments.rewards.scoring import TaskScorer, as_score
+from colocated_grpo.environments.rewards.scoring import TaskScorer
 from colocated_grpo.environments.tasks.tool_use import ToolUse
-from colocated_grpo.types import Completion, FinishReason, Prompt, Score
+from colocated_grpo.types import Completion, Prompt, Score
 
 NO_SCORE = Score(reward=None)
 IGNORE_INDEX = -100
@@ -32,7 +32,7 @@ Example = tuple[list[int], list[int]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WarmStart:
-    """Settings of a warm start, which ends at a mean sampled reward of `target`, or after `max_steps`."""
+    """Settings of a warm start, which ends at a mean sampled reward of `target` (tasks), or after `max_steps`."""
 
     target: float = 0.42
     max_steps: int = 250
@@ -46,7 +46,7 @@ class WarmStart:
 
 
 class Teacher:
-    """Supervised examples of one task or episode, and the reward that a model gets on it."""
+    """Supervised examples of one task or episode."""
 
     def __init__(self, task: Any, tokenizer: PreTrainedTokenizerFast, settings: WarmStart) -> None:
         """task: a `Task` or an `Episode`."""
@@ -60,20 +60,15 @@ class Teacher:
         """Return the next examples of the train split, with slips in the labels."""
         return [self._example(prompt) for prompt in islice(self._prompts, count)]
 
-    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
-        """Return the mean reward of `count` prompts that are not among the examples(). A failed score counts as 0."""
-        seed = self.settings.seed + (split == "train")
-        scores = self._scores(model, list(islice(encoded_prompts(self.task, self.tokenizer, seed, split), count)))
-        return sum(score.reward or 0.0 for score in scores) / len(scores)
+    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float | None:
+        """Return the mean reward of `count` prompts that are not among the examples(). None: not measured."""
+        return None
 
     def _example(self, prompt: Prompt) -> Example:
         raise NotImplementedError
 
-    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
-        raise NotImplementedError
 
-
-def warm_start(model: PreTrainedModel, teacher: Teacher, report: Callable[[int, float, float], None]) -> int:
+def warm_start(model: PreTrainedModel, teacher: Teacher, report: Callable[[int, float, float | None], None]) -> int:
     """Train `model` in place and return the number of steps. Reproducible on the same kind of device.
 
     Ends when two measurements on training prompts in a row, because one is noisy, reach the target on average.
@@ -93,9 +88,9 @@ def warm_start(model: PreTrainedModel, teacher: Teacher, report: Callable[[int, 
         if step % CHECK_EVERY == 0:
             reward = teacher.sampled_reward(model, "train", EVAL_PROMPTS)
             report(step, loss.item(), reward)
-            if (previous + reward) / 2 >= settings.target:
+            if reward is not None and (previous + reward) / 2 >= settings.target:
                 return step
-            previous = reward
+            previous = reward or 0.0
     return settings.max_steps
 
 
@@ -111,11 +106,14 @@ class TaskTeacher(Teacher):
         completion = [*self.tokenizer.encode(answer), self.tokenizer.eos_token_id]
         return prompt.token_ids + completion, [IGNORE_INDEX] * len(prompt.token_ids) + completion
 
-    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
+    def sampled_reward(self, model: PreTrainedModel, split: Split, count: int) -> float:
+        """A failed score counts as 0."""
+        seed, scorer = self.settings.seed + (split == "train"), TaskScorer(self.task)
+        prompts = list(islice(encoded_prompts(self.task, self.tokenizer, seed, split), count))
         answers = sample(model, self.tokenizer, [p.token_ids for p in prompts], self.settings.max_completion_tokens)
         texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
-        scorer = TaskScorer(self.task)
-        return [scorer.score(prompt, (), [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
+        scores = [scorer.score(prompt, (), [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
+        return sum(score.reward or 0.0 for score in scores) / len(scores)
 
 
 def encoded_prompts(
@@ -186,52 +184,8 @@ class EpisodeTeacher(Teacher):
         slip = token != self.tokenizer.eos_token_id and self.rng.random() < self.settings.slips
         return self.rng.choice(self.tokenizer.encode("0123456789")) if slip else token
 
-    def _scores(self, model: PreTrainedModel, prompts: list[Prompt]) -> Sequence[Score]:
-        sampler = _BatchSampler(len(prompts), partial(sample, model, self.tokenizer))
 
-        async def play_all() -> list[Score]:
-            return await asyncio.gather(*(self._play(prompt, sampler) for prompt in prompts))
-
-        return asyncio.run(play_all())
-
-    async def _play(self, prompt: Prompt, sampler: "_BatchSampler") -> Score:
-        codec, limit = ChatCodec(self.tokenizer), self.settings.max_completion_tokens
-        try:
-            return as_score(await self.task.run(prompt.item, Conversation(prompt, codec, limit, sampler.sample)))
-        except ContextExhausted:
-            return NO_SCORE
-        finally:
-            sampler.remove_conversation()
-
-
-class _BatchSampler:
-    """Sample the turns of many conversations in one batch, once every unfinished conversation has requested a turn."""
-
-    def __init__(self, conversations: int, sample: Callable[[Sequence[list[int]], int], list[list[int]]]) -> None:
-        self._unfinished = conversations
-        self._sample = sample
-        self._pending: list[tuple[list[int], int, asyncio.Future[Completion]]] = []
-
-    async def sample(self, token_ids: list[int], max_tokens: int) -> Completion:
-        turn = asyncio.get_running_loop().create_future()
-        self._pending.append((token_ids, max_tokens, turn))
-        self._sample_if_complete()
-        return await turn
-
-    def remove_conversation(self) -> None:
-        self._unfinished -= 1
-        self._sample_if_complete()
-
-    def _sample_if_complete(self) -> None:
-        if not self._pending or len(self._pending) < self._unfinished:
-            return
-        pending, self._pending = self._pending, []
-        turns = self._sample([token_ids for token_ids, _, _ in pending], max(limit for _, limit, _ in pending))
-        for (_, limit, turn), token_ids in zip(pending, turns, strict=True):
-            turn.set_result(taught(token_ids[:limit], "stop" if len(token_ids) <= limit else "length"))
-
-
-def taught(token_ids: list[int], finish_reason: FinishReason = "stop") -> Completion:
+def taught(token_ids: list[int]) -> Completion:
     """Return a completion whose log-probabilities are not used."""
     unused = [0.0] * len(token_ids)
-    return Completion(token_ids=token_ids, sampling_logprobs=unused, finish_reason=finish_reason, policy_version=0)
+    return Completion(token_ids=token_ids, sampling_logprobs=unused, finish_reason="stop", policy_version=0)
