@@ -43,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     program.set_up_logging("INFO")
     try:
         text = _text(options)
-        _write(options.output, text)
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.write_text(text, encoding="utf-8")
         inputs.check_inputs(config_file.read_config(options.output).config)
     except (ConfigError, RunError, OSError) as error:
         program.exit_code(error)
@@ -65,17 +66,6 @@ def _text(options: argparse.Namespace) -> str:
     page = SETTINGS_PAGE if SETTINGS_PAGE.is_file() else f"the docstrings in {SETTINGS}"
     heading = [f"Check it: {command} --dry-run", f"Train:    {command}", f"Settings: {page}"]
     return config_text(plan, options, place, heading)
-
-
-def _write(file: Path, text: str) -> None:
-    """Write a new file. Raises ConfigError, without leaving a part of the file: the next call would reject it."""
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
-    except OSError as error:
-        with suppress(OSError):
-            file.unlink()
-        raise ConfigError(f"--output={str(file)!r}: cannot write ({error.strerror})") from None
 
 
 def _placement(options: argparse.Namespace) -> Placement:
