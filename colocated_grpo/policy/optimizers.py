@@ -170,7 +170,7 @@ class Update:
 
     def apply(self) -> None:
         """Clip the gradients by the measured norm, change the masters, and publish them."""
-        nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip, self.norm)
+        nn.utils.clip_grads_with_norm_(self._parameters, self._grad_clip or math.inf, self.norm)
         self.optimizer.step()
         self._publish()
 

@@ -179,7 +179,7 @@ class PartialBatch:
 
     def split(self, wanted: int) -> tuple[list[Pending], list[Pending]]:
         """Return the `wanted` oldest complete groups, and all others."""
-        chosen = sorted(self.complete)[:wanted]
+        chosen = dict.fromkeys(sorted(self.complete)[:wanted])  # in order, and searched for each group
         left = [group for index, group in enumerate(self.groups) if index not in chosen]
         return [self.groups[index] for index in chosen], left
 

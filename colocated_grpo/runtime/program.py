@@ -211,12 +211,6 @@ def raise_descriptor_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def max_client_connections() -> int:
-    """Return the maximum connections of a server: three quarters of the descriptor limit. The rest is for the run."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4
-
-
 def rank_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return torchrun's variables if RANK is not set. They come from srun's variables, or describe a single rank."""
     if "RANK" in environment:

@@ -2,7 +2,6 @@
 
 import json
 import os
-import signal
 import sys
 import threading
 import time
@@ -156,7 +155,7 @@ def run_program(main: Callable[[], int]) -> NoReturn:
         raise
     except KeyboardInterrupt:  # Ctrl-C, of a program without the launcher
         print("\nstopped", file=sys.stderr)
-        code = 128 + signal.SIGINT
+        code = 130  # 128 + SIGINT
     except BaseException:  # torch's CheckpointException does not derive from Exception
         traceback.print_exc()
         code = RUN_ERROR

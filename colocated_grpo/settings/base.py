@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PlainSerializer, PrivateAttr
-from pydantic_core import PydanticSerializationError, to_jsonable_python
 from pydantic_core.core_schema import SerializationInfo, ValidationInfo
 
 from colocated_grpo.types import JsonObject
@@ -128,20 +127,6 @@ def check_variables(variables: JsonObject) -> JsonObject:
 
 TemplateVariables = Annotated[JsonObject, BeforeValidator(read_json), AfterValidator(check_variables)]
 """Variables of the chat template. Example: {"enable_thinking": False}"""
-
-
-def check_saved(arguments: JsonObject) -> JsonObject:
-    """Raise ValueError for an object that cannot be written into the run's config.yaml, such as an API client."""
-    for name, value in arguments.items():
-        try:
-            to_jsonable_python(value)
-        except PydanticSerializationError:
-            rule = "which config.yaml cannot hold; give the constructed object"
-            raise ValueError(f"{name} is of type {type(value).__name__}, {rule}") from None
-    return arguments
-
-
-Arguments = Annotated[JsonObject, AfterValidator(check_saved)]
 Tool = CodeName | JsonObject
 """A JSON schema, or the name of a Python function that transformers converts to one."""
 

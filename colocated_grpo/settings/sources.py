@@ -10,6 +10,7 @@ from colocated_grpo.settings import base
 from colocated_grpo.settings.atropos import AtroposSourceConfig
 from colocated_grpo.settings.errors import KeyPath
 from colocated_grpo.settings.generation import ModelConfig
+from colocated_grpo.types import JsonObject
 
 FROZEN = "frozen"
 """Entry in the `players` of a game. The opponent plays the seat of this entry."""
@@ -34,7 +35,7 @@ class TurnsSourceConfig(base.Section):
     type: Literal["turns"]
     name: base.CodeName
     """'town', 'tossim' or your own 'package.module:object' or 'path/to/file.py:object'."""
-    args: base.Arguments = {}
+    args: JsonObject = {}
     """Keyword arguments of the environment, except `seed`, which is derived from the run's seed."""
     commit: Literal["first", "random", "best"] = "first"
     """Completion that is played in each turn. first and random follow the policy. best: the one with the highest
@@ -74,7 +75,7 @@ class ItemSourceConfig(base.NamedObject):
 
     type: str
     name: base.CodeName
-    args: base.Arguments = {}
+    args: JsonObject = {}
     """Keyword arguments of the task's or episode's class."""
     system_prompt: str | None = None
     """System message added to the model's prompt if the prompt has none. `score` or `run` gets the item unchanged."""
@@ -117,7 +118,7 @@ class RewardConfig(base.NamedObject):
     """A built-in reward, 'trl.rewards:accuracy_reward', or your own 'package.module:function' or
     'path/to/file.py:function'. With a slash and no colon, the Hugging Face name or the folder of a reward model:
     'organization/name' or './folder' (docs/guides/rewards.md)."""
-    args: base.Arguments | None = None
+    args: JsonObject | None = None
     """If set, even to {}, `name` is a class or factory that is called with these keyword arguments and returns the
     reward function. For a reward model: revision and trust_remote_code, as in `model`."""
     run_in: Literal["auto", "process", "thread"] = "auto"
@@ -150,14 +151,9 @@ def reward_by_name(value: object) -> object:
     return {"name": value} if isinstance(value, str) else value
 
 
-TRL_SCRIPT_REWARDS = (
-    "accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment",
-)  # fmt: skip
-
-
 def reward_name(name: object) -> object:
     """Convert a reward's name from the form of TRL's script to the form of a config. Other values are unchanged."""
-    if name in TRL_SCRIPT_REWARDS:
+    if name in ("accuracy_reward", "reasoning_accuracy_reward", "think_format_reward", "get_soft_overlong_punishment"):
         return f"trl.rewards:{name}"
     if not isinstance(name, str) or ":" in name or name.endswith(".py") or names_model(name):
         return name

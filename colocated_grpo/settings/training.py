@@ -152,8 +152,8 @@ class PolicyConfig(Section):
     warmup_steps: Annotated[NonNegative | Fraction, WrapValidator(_steps_or_fraction)] = 0
     """Optimizer steps of linear warmup: step i (from 0) of n uses lr * (i + 1) / n. Below 1: a fraction of the run's
     optimizer steps, rounded up."""
-    grad_clip: Number = Field(1.0, gt=0)
-    """Maximum global gradient norm. Larger gradients are scaled down to this norm."""
+    grad_clip: Number = Field(1.0, ge=0)
+    """Maximum global gradient norm. Larger gradients are scaled down to this norm. 0: no limit."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and its constants."""
     compute_dtype: Literal["auto", "bfloat16", "float32"] = "auto"

@@ -9,6 +9,7 @@ import asyncio
 import base64
 import binascii
 import hmac
+import resource
 import socket
 import threading
 import time
@@ -24,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from colocated_grpo.errors import visible
-from colocated_grpo.runtime.program import max_client_connections, raise_descriptor_limit
+from colocated_grpo.runtime.program import DESCRIPTORS, raise_descriptor_limit
 from colocated_grpo.settings.atropos import is_address, is_wildcard
 from colocated_grpo.types import JsonObject
 
@@ -170,6 +171,12 @@ SHUTDOWN_SECONDS = 1
 IDLE_SECONDS = 60.0
 """A connection is closed after this time without a complete request head, without a next request, without a byte read
 of a response that waits, or without a sign of life from a machine that is gone."""
+
+
+def max_client_connections() -> int:
+    """Return the maximum connections of a server: three quarters of the descriptor limit. The rest is for the run."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (DESCRIPTORS if soft == resource.RLIM_INFINITY else soft) * 3 // 4
 
 
 class Connection(H11Protocol):

@@ -20,6 +20,9 @@ from colocated_grpo.settings.sources import RewardConfig, names_model
 from colocated_grpo.settings.tree import copy_nested
 from colocated_grpo.types import Completion, Prompt, Score
 
+NEEDS_PROCESS = (
+    "signal.alarm() fails in threads; name the function as file.py:function with run_in: process, or remove the timeout"
+)
 NOT_COLUMNS = {"prompt", "completion", "completion_ids"}
 """Item keys that are not passed as columns, as in TRL."""
 PROVIDED = {"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"}
@@ -130,7 +133,7 @@ def scores_of(function: RewardFunction, inputs: RewardInputs) -> list[Score]:
         is_text = isinstance(inputs.item["prompt"], str)
         if is_text and isinstance(error, TypeError) and str(error).startswith("string indices must be integers"):
             return f"{line}: {NEEDS_MESSAGES}"
-        return f"{line}: {scoring.NEEDS_PROCESS}" if scoring.sets_alarm(error) else line
+        return f"{line}: {NEEDS_PROCESS}" if scoring.sets_alarm(error) else line
 
     worst = max if function.weight < 0 else min
     try:

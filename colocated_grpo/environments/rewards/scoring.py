@@ -27,11 +27,6 @@ PARSING_ERRORS = (
 exceptions of an HTTP client, are not caused by the answer."""
 Worst = Callable[[Sequence[float]], float]
 """Chooses the worst reward: min, or max for a function of negative weight."""
-NO_ALARM = "signal only works in main thread"
-"""Message of the ValueError that Python raises for a timeout by signal.alarm() in a thread, such as math-verify's."""
-NEEDS_PROCESS = (
-    "signal.alarm() fails in threads; name the function as file.py:function with run_in: process, or remove the timeout"
-)
 NOT_RUN = "a dry run reads no weights"
 
 
@@ -114,5 +109,5 @@ def reward_of_unscorable(error: BaseException, scored: Sequence[float], worst: W
 
 
 def sets_alarm(error: BaseException | None) -> bool:
-    """Return True if the error, or the one that it replaced, is that of signal.alarm() in a thread."""
-    return error is not None and (NO_ALARM in one_line(error) or sets_alarm(error.__context__))
+    """Return True for the error of signal.alarm() in a thread, such as math-verify's timeout, or what replaced it."""
+    return error is not None and ("signal only works in main" in one_line(error) or sets_alarm(error.__context__))

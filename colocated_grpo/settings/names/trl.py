@@ -180,10 +180,6 @@ def _generation(key: str, value: object, _get: Lookup) -> NewSettings:
     return {f"rollout.{key}": [value] if key == "stop" and isinstance(value, str) else value}
 
 
-def _grad_clip(_key: str, value: object, _get: Lookup) -> NewSettings:
-    return {"policy.grad_clip": 1e9 if value == 0 else value}
-
-
 _GUIDE = "see docs/guides/from_trl.md"
 _STEPS_OR_NO = {"steps": None, "no": 0, False: 0}
 _LOADING = "attn_implementation device_map dtype low_cpu_mem_usage torch_dtype use_cache use_kernels"
@@ -220,8 +216,7 @@ TRL: dict[str, Alias] = {
     **renames("loss", "clip_high=epsilon_high dual_clip=delta"),
     "importance_sampling_level": Alias(_sampling_level, "loss.type", "part of loss_type"),
     **renames("policy", "load_balancing=router_aux_loss_coef warmup_steps warmup_steps=warmup_ratio"),
-    **renames("policy", "gradient_checkpointing compile=torch_compile"),
-    "max_grad_norm": Alias(_grad_clip, "policy.grad_clip", "0 does not clip"),
+    **renames("policy", "grad_clip=max_grad_norm gradient_checkpointing compile=torch_compile"),
     **renames("policy.optimizer", "beta1=adam_beta1 beta2=adam_beta2 eps=adam_epsilon weight_decay"),
     **renames("engine", "sleep=vllm_enable_sleep_mode gpu_memory_utilization=vllm_gpu_memory_utilization"),
     **renames("engine", "max_model_len=vllm_max_model_length tensor_parallel_size=vllm_tensor_parallel_size"),

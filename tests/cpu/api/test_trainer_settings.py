@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import threading
 from functools import partial
 
 import pytest
@@ -258,13 +257,6 @@ def test_the_config_of_peft_is_read():
 )
 def test_a_wrong_argument_is_one_line(arguments, line):
     assert error_of(**arguments).startswith(line)
-
-
-def test_arguments_that_the_saved_settings_cannot_hold_are_named_with_the_remedy():
-    line = error_of(reward_funcs=[{"name": Length, "args": {"target": threading.Lock()}}])
-    assert line.endswith(
-        "target is of type lock, which config.yaml cannot hold; give the constructed object (argument)"
-    )
 
 
 def test_a_run_to_resume_is_a_folder():

@@ -32,7 +32,7 @@ from tests.support.small_policy import (
 )
 
 LR, DECAY, STEPS = 1e-2, 0.1, 4
-NO_CLIP = 1e9
+NO_CLIP = 0.0
 ORIGINALS = {
     "adamw": lambda parameters: torch.optim.AdamW(
         parameters, lr=LR, betas=(0.8, 0.95), eps=1e-4, weight_decay=DECAY, foreach=False, fused=False
@@ -184,11 +184,11 @@ def clipped_at_each(world: World, folder, scales: list[float]) -> list[tuple]:
 
 
 def test_clipping_uses_the_norm_over_all_ranks_and_never_scales_up(model_folder):
-    scales = [0.25, 4.0]
+    scales = [0.25, 4.0, 0.0]  # 0: no limit
     for results in run_on_ranks(clipped_at_each, 2, model_folder(), scales):
         for scale, (reported, norm, moved) in zip(scales, results, strict=True):
             assert reported == pytest.approx(norm, rel=1e-5)
-            assert moved == pytest.approx(min(1.0, scale) * norm, rel=1e-4)
+            assert moved == pytest.approx(min(1.0, scale or 1.0) * norm, rel=1e-4)
 
 
 def test_gradients_are_freed_after_a_step(world, model_folder):

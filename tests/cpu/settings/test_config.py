@@ -261,7 +261,7 @@ def setting(config: Config, name: str):
         ("{push_to_hub: true, output_dir: some/where}", "hub.repo", "where"),
         ("{push_to_hub: true, hub_model_id: a/b, output_dir: c}", "hub.repo", "a/b"),
         ("lr_scheduler_type: cosine", "policy.schedule", "cosine"),
-        ("max_grad_norm: 0", "policy.grad_clip", 1e9),
+        ("max_grad_norm: 0", "policy.grad_clip", 0.0),
         ("max_grad_norm: 0.5", "policy.grad_clip", 0.5),
         ("fsdp_config: {mixed_precision: false}", "policy.compute_dtype", "float32"),
         ("fsdp: {activation_checkpointing: true}", "policy.gradient_checkpointing", True),

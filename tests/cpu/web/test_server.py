@@ -150,7 +150,7 @@ def test_an_endless_request_head_is_rejected(server):
 @pytest.mark.parametrize(("soft", "most"), [(1024, 768), (-1, program.DESCRIPTORS * 3 // 4)])
 def test_a_quarter_of_the_descriptors_is_reserved_for_the_run(monkeypatch, soft, most):
     monkeypatch.setattr(program.resource, "getrlimit", lambda which: (soft, -1))
-    assert program.max_client_connections() == most
+    assert server_module.max_client_connections() == most
 
 
 def test_the_repr_of_the_guard_does_not_show_the_key():
