@@ -256,15 +256,16 @@ def test_a_new_run_does_not_write_into_a_finished_run_of_the_same_name():
 
 
 FAILS_WHILE_A_CHECKPOINT_IS_WRITTEN = """
-import time
+import threading
 from colocated_grpo.checkpoint import storage
+from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.policy import Policy
 
-write, step = storage.write_durably, Policy.optimizer_step
+write, step, finish, waits = storage.write_durably, Policy.optimizer_step, Checkpoints.finish_writing, threading.Event()
 
 def slow(*arguments):
-    time.sleep(3)
+    waits.wait()
     write(*arguments)
 
 def failing(policy, *arguments):
@@ -272,7 +273,11 @@ def failing(policy, *arguments):
         raise RunError("no memory")
     return step(policy, *arguments)
 
-storage.write_durably, Policy.optimizer_step = slow, failing
+def waiting(checkpoints):
+    waits.set()
+    finish(checkpoints)
+
+storage.write_durably, Policy.optimizer_step, Checkpoints.finish_writing = slow, failing, waiting
 """
 
 
