@@ -8,7 +8,7 @@ import re
 import sys
 import tomllib
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from packaging.version import Version
 
 from benchmarks.patches import report
 from colocated_grpo.errors import RunError
+from colocated_grpo.rollout.vllm import process
 from colocated_grpo.rollout.vllm.adapters import avoid_dependent_launches
 from colocated_grpo.rollout.vllm.patches import (
     PATCHES,
@@ -144,6 +145,20 @@ def test_a_row_for_another_device_or_version_is_skipped(module, changes, status)
     patch = row("a_library:compute", required=True, **changes)
     patch.apply("cpu", Version("0.32.0"))
     assert (module.compute, patch.status) == (original, status)
+
+
+@pytest.mark.parametrize(
+    ("model", "by_default", "newer"),
+    [
+        (SimpleNamespace(is_moe=True, is_hybrid=False), False, True),
+        (SimpleNamespace(is_moe=True, is_hybrid=True), False, False),
+        (SimpleNamespace(is_moe=False, is_hybrid=False), True, True),
+        (None, False, False),  # of an operator that the policy calls
+    ],
+)
+def test_mixtures_without_linear_attention_run_in_the_newer_model_runner(model, by_default, newer):
+    config = SimpleNamespace(model_config=model)
+    assert process.has_newer_runner(lambda _config: by_default, config) is newer
 
 
 def test_a_prerelease_counts_as_its_release(module):
