@@ -9,7 +9,7 @@ import json
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -141,15 +141,6 @@ class Checkpoints:
                 raise write_failed("checkpoint", self._folder, f"{_cause(error)}; {CONTINUES}") from error
             self._published = None
             self.world.barrier()
-
-    def finish_writing(self) -> None:
-        """Wait until the checkpoint being written is complete, or has failed. For a run of one rank that has failed.
-
-        With several ranks, one that is lost would never finish its part.
-        """
-        if self._published is not None and self.world.size == 1:
-            with suppress(Exception, CheckpointException):  # the run's own error is the one to show
-                self._published.result()
 
     def restore(self, policy: Policy) -> tuple[int, JsonObject]:
         """Load the newest intact checkpoint into the policy. Returns its step and `state`; (0, {}) without a

@@ -139,8 +139,10 @@ def train_on(
         try:
             outcome = train(run)
         except BaseException as error:
-            if isinstance(error, Exception):  # not a second Ctrl-C
-                run.checkpoints.finish_writing()
+            if world.size == 1 and isinstance(error, Exception):  # not a second Ctrl-C
+                # Of several ranks, one may be lost, and would never finish its part.
+                with suppress(Exception):  # the run's own error is the one to show
+                    run.checkpoints.wait()
             with suppress(OSError):  # on a full disk closing also fails, which would hide the original error
                 run.tracker.abandon()
             run.callbacks.end(verdict.FAILED)

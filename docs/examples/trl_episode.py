@@ -14,6 +14,7 @@ from transformers.utils import get_json_schema
 
 from colocated_grpo.environments import ContextExhausted
 from colocated_grpo.environments.rewards.builtin import read_calls
+from colocated_grpo.environments.rewards.scoring import sets_alarm
 
 RESERVED = ("reset", "get_reward")
 
@@ -108,8 +109,8 @@ class TRLEpisode:
                 raise ValueError(f"Tool {name} not found.")
             result = await _result(tools[name], **arguments)
         except Exception as error:
-            if "signal only works in main thread" in str(error):
-                raise  # a timeout by signal.alarm(), which fails in a thread: no call can succeed
+            if sets_alarm(error):  # a timeout that fails in a thread: no call can succeed
+                raise
             result = {"error": str(error)}
         return {"role": "tool", "name": name, "content": str(result)}
 

@@ -262,22 +262,23 @@ from colocated_grpo.checkpoint.checkpoints import Checkpoints
 from colocated_grpo.errors import RunError
 from colocated_grpo.policy.policy import Policy
 
-write, step, finish, waits = storage.write_durably, Policy.optimizer_step, Checkpoints.finish_writing, threading.Event()
+write, step, wait, waits = storage.write_durably, Policy.optimizer_step, Checkpoints.wait, threading.Event()
 
 def slow(*arguments):
     waits.wait()
     write(*arguments)
 
+def waiting(checkpoints):
+    waits.set()
+    wait(checkpoints)
+
 def failing(policy, *arguments):
     if policy.version == 2:
+        Checkpoints.wait = waiting
         raise RunError("no memory")
     return step(policy, *arguments)
 
-def waiting(checkpoints):
-    waits.set()
-    finish(checkpoints)
-
-storage.write_durably, Policy.optimizer_step, Checkpoints.finish_writing = slow, failing, waiting
+storage.write_durably, Policy.optimizer_step = slow, failing
 """
 
 
