@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from itertools import islice
+from itertools import islice, takewhile
 from random import Random
 from typing import Any
 
@@ -36,6 +37,21 @@ class Sums(Procedural):
     def _draw(self, rng: Random) -> Item:
         left, right = rng.randint(10, 99), rng.randint(10, 99)
         return {"question": f"{left} + {right}", "answer": str(left + right)}
+
+
+class Counting(Procedural):
+    """Count up to a number of log-uniform size, so that lengths are uneven. Reward: the part that is right."""
+
+    template: Template = "Write the numbers from 1 to {question}, separated by commas."
+    largest: int = 120
+
+    def score(self, item: Item, completion: str) -> float:
+        written, wanted = re.findall(r"\d+", completion), list(map(str, range(1, int(item["question"]) + 1)))
+        right = takewhile(lambda pair: pair[0] == pair[1], zip(written, wanted, strict=False))
+        return len(list(right)) / max(len(written), len(wanted))
+
+    def _draw(self, rng: Random) -> Item:
+        return {"question": str(round(math.exp(rng.uniform(math.log(3), math.log(self.largest)))))}
 
 
 class Gym(ReasoningGym):
@@ -128,7 +144,7 @@ class LearnTask:
     """One task and the lengths that it needs, in tokens."""
 
     name: str
-    environment: type[Sums] | type[Gym] | type[Shop]
+    environment: type[Sums] | type[Counting] | type[Gym] | type[Shop]
     args: JsonObject = field(default_factory=dict)
     max_prompt: int = 128
     max_completion: int = 40
@@ -143,7 +159,7 @@ class LearnTask:
         name = f"{self.environment.__module__}:{self.environment.__qualname__}"
         return {"type": "episode" if self.is_episode else "task", "name": name, "args": dict(self.args)}
 
-    def build(self) -> Sums | Gym | Shop:
+    def build(self) -> Sums | Counting | Gym | Shop:
         return self.environment(**self.args)
 
 
@@ -152,6 +168,7 @@ TASKS = {
     for task in (
         LearnTask(name="sums", environment=Sums),
         LearnTask(name="first_line_sums", environment=Sums, args={"first_line": True}, max_completion=16),
+        LearnTask(name="counting", environment=Counting, max_completion=512),
         LearnTask(name="shop", environment=Shop, max_prompt=192, max_completion=96),
     )
 }

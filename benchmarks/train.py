@@ -11,7 +11,7 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -36,8 +36,7 @@ from colocated_grpo.summaries import group_rewards
 from colocated_grpo.types import Group, JsonObject, Prompt, Rollout, Score
 
 GIB = 1 << 30
-SHORTEST_MESSAGE, LONGEST_MESSAGE = 100, 200
-"""Tokens that a turn of an agent adds to its prompt: an answer without its thoughts, and the output of a tool."""
+REUSE = ("turns", "prompt", "nothing")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -56,6 +55,11 @@ def add_work(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=32, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1, help="sequences of each episode, of an agent if more than one")
+    tokens = partial(parser.add_argument, type=int, nargs=2, metavar=("LEAST", "MOST"))
+    tokens("--prompt-tokens", default=[SHORTEST_PROMPT, LONGEST_PROMPT])
+    tokens("--message-tokens", default=[100, 200], help="added by a turn: an answer without thoughts, a tool's output")
+    what = "what siblings and turns have in common, and the trainer computes once"
+    parser.add_argument("--reuse", choices=REUSE, default=REUSE[0], help=f"{what}: an episode's history, or less")
     parser.add_argument("--max-completion", type=int, default=1024)
     parser.add_argument(
         "--mean-completion",
@@ -120,7 +124,7 @@ def sections(options: argparse.Namespace) -> JsonObject:
         "rollout": {
             "prompts_per_step": options.prompts,
             "group_size": options.group_size,
-            "max_prompt_tokens": LONGEST_PROMPT + LONGEST_MESSAGE * (options.turns - 1),
+            "max_prompt_tokens": options.prompt_tokens[1] + options.message_tokens[1] * (options.turns - 1),
             "max_completion_tokens": options.max_completion,
         }
     }
@@ -133,23 +137,32 @@ def make_groups(options: argparse.Namespace, vocabulary: int) -> list[Group]:
 
 
 def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabulary: int) -> Group:
-    prompt = rng.choices(range(vocabulary), k=rng.randint(SHORTEST_PROMPT, LONGEST_PROMPT))
+    tokens = lambda count: rng.choices(range(vocabulary), k=count)  # noqa: E731
+    prompt = tokens(rng.randint(*options.prompt_tokens))
     length = partial(_geometric, rng, options.mean_completion, options.max_completion)
     lengths = [[length() for _ in range(options.turns)] for _ in range(options.group_size)]
-    rollouts = [_episode(prompt, own, float(sibling % 2), rng, vocabulary) for sibling, own in enumerate(lengths)]
+    rollouts = []
+    for sibling, own in enumerate(lengths):
+        messages = [rng.randint(*options.message_tokens) for _ in own[1:]]
+        prompts = _prompts(prompt, messages, options.reuse, tokens)
+        first, *further = (
+            _rollout(before, tokens(count), float(sibling % 2), vocabulary)
+            for before, count in zip(prompts, own, strict=True)
+        )
+        rollouts.append(replace(first, further=further))
     return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="synthetic"), rollouts=rollouts)
 
 
-def _episode(prompt: list[int], lengths: list[int], reward: float, rng: random.Random, vocabulary: int) -> Rollout:
-    """Return turns whose completions have these lengths. Each adds a message to the prompt, without what was sampled:
-    its chat template strips thoughts."""
-    tokens = lambda count: rng.choices(range(vocabulary), k=count)  # noqa: E731
-    first = _rollout(prompt, tokens(lengths[0]), reward, vocabulary)
-    further = []
-    for length in lengths[1:]:
-        prompt = prompt + tokens(rng.randint(SHORTEST_MESSAGE, LONGEST_MESSAGE))
-        further.append(_rollout(prompt, tokens(length), reward, vocabulary))
-    return replace(first, further=further)
+def _prompts(
+    first: list[int], messages: Sequence[int], reuse: str, tokens: Callable[[int], list[int]]
+) -> Iterator[list[int]]:
+    """Yield the prompt of each turn. A message follows the one before, without what was sampled: its chat template
+    strips thoughts. messages: lengths. Tokens that are not to be reused are drawn anew for each prompt."""
+    prompt = first
+    for message in (0, *messages):
+        kept = {"turns": len(prompt), "prompt": len(first), "nothing": 0}[reuse]
+        prompt = prompt[:kept] + tokens(len(prompt) - kept + message)
+        yield prompt
 
 
 def _geometric(rng: random.Random, mean: float, longest: int) -> int:

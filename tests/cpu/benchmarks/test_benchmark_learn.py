@@ -17,7 +17,7 @@ import pytest
 from benchmarks import learn, learn_report
 from benchmarks.learn_jobs import LearningRun, run_jobs
 from benchmarks.learn_run import StepRecorder, Work, our_settings
-from benchmarks.learn_tasks import CALL, GYM, TASKS, Shop, Sums, chats, price, score_chat, task_of
+from benchmarks.learn_tasks import CALL, GYM, TASKS, Counting, Shop, Sums, chats, price, score_chat, task_of
 from benchmarks.learn_trl import TRLSetup, add_tools, trl_arguments
 from colocated_grpo import Trainer
 from colocated_grpo.tools.make_model import build_char_tokenizer
@@ -31,6 +31,12 @@ CHATML = (
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 SPELLING = f"{GYM}spell_backward"
+
+
+def test_counting_rewards_the_numbers_that_are_right_from_the_start():
+    scored = {text: Counting().score({"question": "4"}, text) for text in ("1, 2, 3, 4", "1, 2, 4", "1 2 3 4 5", "two")}
+
+    assert scored == {"1, 2, 3, 4": 1.0, "1, 2, 4": 0.5, "1 2 3 4 5": 0.8, "two": 0.0}
 
 
 @pytest.mark.parametrize("name", ["sums", "shop", SPELLING])

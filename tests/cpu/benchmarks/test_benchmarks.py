@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -238,8 +238,27 @@ def test_settings_of_the_command_line_override_those_of_the_benchmark():
         config_of_benchmark(Path("model"), Namespace(settings=["--policy.learning_speed", "1"]))
 
 
+def work_of(flags: str) -> Namespace:
+    return train.add_work(ArgumentParser()).parse_args(flags.split())
+
+
+def test_an_agents_history_its_prompt_or_nothing_is_computed_once(world):
+    """Two episodes of three turns: prompts of 10, 15 and 20 tokens, of which siblings and turns share more or less."""
+    flags = "--prompts 1 --group-size 2 --turns 3 --prompt-tokens 10 10 --message-tokens 5 5 --max-completion 1"
+    config = config_of("model", rollout={"max_completion_tokens": 8, "max_prompt_tokens": 64})
+
+    def computed(reuse: str) -> tuple[int, int]:
+        groups = train.make_groups(work_of(f"{flags} --reuse {reuse}"), vocabulary=100_000)
+        batch = train.pack_all(groups, config, world)
+        return batch.num_tokens, batch.computed_tokens
+
+    assert computed("nothing") == (2 * (11 + 16 + 21), 96)
+    assert computed("prompt") == (96, 96 - 5 * 10)
+    assert computed("turns") == (96, 96 - 5 * 10 - 2 * 5)
+
+
 def test_a_packed_long_tail_trains_faster_than_one_padded_to_its_longest(world):
-    work = Namespace(prompts=4, group_size=8, turns=1, max_completion=384, mean_completion=64)
+    work = work_of("--prompts 4 --group-size 8 --max-completion 384 --mean-completion 64")
     config = config_of(
         tiny_model(),
         rollout={"max_completion_tokens": 384, "max_prompt_tokens": 128},
@@ -326,8 +345,7 @@ def test_all_three_operators_compute_the_same_gradients():
 
 
 def test_completions_have_the_long_tail_of_random_stops():
-    options = Namespace(prompts=200, group_size=16, turns=1, max_completion=1024, mean_completion=1 / STOP_PROBABILITY)
-    groups = train.make_groups(options, vocabulary=100)
+    groups = train.make_groups(work_of("--prompts 200"), vocabulary=100)
     lengths = [sum(rollout.loss_mask) for group in groups for rollout in group.rollouts]
 
     survives = (1 - STOP_PROBABILITY) ** 1024
