@@ -218,5 +218,5 @@ def build_supply(
         return MixedSupply(prompts, served)
     if (partial := prompts.config.partial) is not None and engine is not None:
         place = engine_place(prompts.collector.world, ranks_per_engine)
-        return PartialSupply(prompts, partial, engine.interrupt, place, num_steps)
+        return PartialSupply(prompts, partial, engine.sampled, place, num_steps)
     return AheadSupply(prompts, num_steps) if prompts.config.max_staleness else prompts

@@ -115,6 +115,8 @@ class Tokens:
     prompt_length: int
     last: Completion | None = None
     """The last sampled message."""
+    versions: tuple[tuple[int, int], ...] = ()
+    """(start, policy_version) of the parts that different weights sampled. start: a position in token_ids."""
     routes: "Routes | None" = None
 
     @classmethod
@@ -130,12 +132,15 @@ class Tokens:
         )
 
     def sampled(self, completion: Completion) -> Self:
+        version = completion.policy_version
+        is_new = not self.versions or version != self.versions[-1][1]
         return replace(
             self,
             token_ids=[*self.token_ids, *completion.token_ids],
             loss_mask=[*self.loss_mask, *[True] * len(completion.token_ids)],
             logprobs=[*self.logprobs, *completion.sampling_logprobs],
             last=completion,
+            versions=(*self.versions, (len(self.token_ids), version)) if is_new else self.versions,
             routes=_continued(self.routes, completion.routes),
         )
 
@@ -149,7 +154,8 @@ class Tokens:
             prompt_length=self.prompt_length,
             text=codec.transcript(self.token_ids[self.prompt_length :]),
             finish_reason="abort" if last is None else "length" if cut else last.finish_reason,
-            policy_version=0 if last is None else last.policy_version,
+            policy_version=self.versions[0][1] if self.versions else 0,
+            newer_versions=list(self.versions[1:]),
             temperature=temperature,
             score=score,
             plain=plain and last is not None,  # without a sampled token, its version says nothing

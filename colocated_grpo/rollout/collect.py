@@ -6,8 +6,9 @@ other. Finished groups are gathered once, at the end.
 """
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import cast
 
 from colocated_grpo.environments.base import Scorer
@@ -18,8 +19,6 @@ from colocated_grpo.rollout.prompt_queue import Dispatch, Job, PromptQueue
 from colocated_grpo.rollout.reward_calls import Judged, RewardCall, RewardCalls
 from colocated_grpo.runtime.distributed import World, derive_seed
 from colocated_grpo.types import Completion, Group, Prompt, Rollout, Score
-
-OVERDUE_CHECK_SECONDS = 0.5
 
 Decode = Callable[[Sequence[int]], str]
 """Converts the token ids of a completion to text without special tokens."""
@@ -135,7 +134,6 @@ class _Batch:
         """[prompt][sibling]"""
         self._playing = 0
         """Running episodes."""
-        self._next_overdue_check = 0.0
         self._exhausted = False
 
     def admit(self, queue: PromptQueue) -> bool:
@@ -145,7 +143,7 @@ class _Batch:
             if (index := queue.take()) is None:
                 self._exhausted = True  # taking again would cost a store round trip per decode step
             elif self._job.prompts[index].source in self._episodes.episodes:
-                self._episodes.start(self._job, index)
+                self._episodes.start(self._job, index, partial(self._store, index))
                 self._playing += size
                 self.running += size
             else:
@@ -175,17 +173,12 @@ class _Batch:
             if len(group) == self._job.group_size:
                 yield index, [group[sibling] for sibling in range(self._job.group_size)]
         if self._playing:
-            self._store(self._episodes.finished())
-            # Check while the engine decodes too: requests of other clients may keep the engine busy for ever.
-            if not self._driver.running or time.monotonic() >= self._next_overdue_check:
-                self._store(self._episodes.give_up_overdue())
-                self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS
+            self._episodes.settle(idle=not self._driver.running)
 
-    def _store(self, finished: Iterable[tuple[int, list[Rollout]]]) -> None:
-        for index, rollouts in finished:
-            self.played[index] = rollouts
-            self.running -= len(rollouts)
-            self._playing -= len(rollouts)
+    def _store(self, index: int, rollouts: list[Rollout]) -> None:
+        self.played[index] = rollouts
+        self.running -= len(rollouts)
+        self._playing -= len(rollouts)
 
 
 def _rollout(prompt: Prompt, completion: Completion, score: Score, text: str, sampling: Sampling) -> Rollout:

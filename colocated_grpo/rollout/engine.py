@@ -126,8 +126,8 @@ class LocalEngine(RolloutEngine, Protocol):
     def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
         """Replace the weights of whole layers from full tensors by checkpoint name. Slow; correct for every model."""
 
-    def interrupt(self) -> Finished:
-        """Abort all running requests. Returns the tokens sampled so far, with finish_reason 'abort'."""
+    def sampled(self) -> Finished:
+        """Return what running requests without stop strings have sampled so far, with finish_reason 'abort'."""
 
     def asleep_bytes(self) -> int:
         """Device memory of this process that `wake` would map; 0 for an engine that never sleeps."""

@@ -8,7 +8,7 @@ import sys
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -28,6 +28,10 @@ from colocated_grpo.types import Completion, Prompt, Rollout, Score
 
 GRACE_SECONDS = 2.0
 """Grace period after a deadline. An episode that still runs blocks the event loop or suppresses cancellation."""
+OVERDUE_CHECK_SECONDS = 0.5
+
+Ended = Callable[[list[Rollout]], None]
+"""Takes all rollouts of a prompt, in sibling order, after its last episode."""
 
 
 @dataclass(eq=False, kw_only=True, slots=True)
@@ -37,6 +41,9 @@ class _Playing:
     job: Job
     index: int
     sibling: int
+    group: dict[int, Rollout]
+    """Finished siblings of the prompt."""
+    ended: Ended
     deadline: float | None = None
     """Deadline of the episode's tools, in time.monotonic(). None before it begins and while the engine samples."""
     clock: asyncio.Timeout | None = None
@@ -80,18 +87,26 @@ class EpisodeRunner:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._playing: set[_Playing] = set()
         self._ended: deque[_Playing] = deque()
-        self._groups: defaultdict[int, dict[int, Rollout]] = defaultdict(dict)
-        """Finished siblings by prompt."""
+        self._next_overdue_check = 0.0
         self._waiting: defaultdict[str, deque[_Playing]] = defaultdict(deque)
         """Episodes by source, queued until the source's limit allows them to run."""
         self._running: Counter[str] = Counter()
         """Number of running episodes, by source."""
 
-    def start(self, job: Job, index: int) -> None:
-        """Start the episodes of one prompt of the job. Episodes above their source's limit are queued."""
+    @property
+    def running(self) -> int:
+        """Episodes that have not ended, queued ones included."""
+        return len(self._playing)
+
+    def start(self, job: Job, index: int, ended: Ended) -> None:
+        """Start the episodes of one prompt of the job. Episodes above their source's limit are queued.
+
+        `settle` calls `ended`, perhaps in a later step of the run.
+        """
         source = job.prompts[index].source
+        group: dict[int, Rollout] = {}
         for sibling in range(job.group_size):
-            playing = _Playing(job=job, index=index, sibling=sibling)
+            playing = _Playing(job=job, index=index, sibling=sibling, group=group, ended=ended)
             prompt, turn, limits = playing.prompt, partial(self._turn, playing), self.agents.get(source)
             if limits is None:
                 playing.conversation = Conversation(prompt, self.codec, job.sampling.max_tokens, turn)
@@ -113,13 +128,17 @@ class EpisodeRunner:
             playing.task = asyncio.run_coroutine_threadsafe(self._play(playing), playing.loop)
             playing.task.add_done_callback(partial(self._end, playing))
 
-    def finished(self) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield the prompts whose last episode has ended since the last call, with all rollouts of each."""
+    def settle(self, *, idle: bool) -> None:
+        """Report prompts whose last episode has ended. idle: no request is running."""
         while self._ended:
             if (playing := self._ended.popleft()) in self._playing:
-                yield from self._store(playing, playing.task.result())
+                self._store(playing, playing.task.result())
+        # Check while the engine decodes too: requests of other clients may keep the engine busy for ever.
+        if idle or time.monotonic() >= self._next_overdue_check:
+            self._give_up_overdue()
+            self._next_overdue_check = time.monotonic() + OVERDUE_CHECK_SECONDS
 
-    def give_up_overdue(self) -> Iterator[tuple[int, list[Rollout]]]:
+    def _give_up_overdue(self) -> None:
         """End episodes past their deadline that block the event loop or suppress cancellation.
 
         A coroutine cannot be killed, so it is abandoned with its thread. Later episodes get a new thread.
@@ -133,7 +152,7 @@ class EpisodeRunner:
             if playing.loop is self._loop:
                 self._abandon_loop()
             error = f"{self._timeout_error(line)}; it blocks the event loop: run blocking code with asyncio.to_thread"
-            yield from self._store(playing, self._rollout(playing, Score(reward=None, error=error)))
+            self._store(playing, self._rollout(playing, Score(reward=None, error=error)))
 
     def cancel(self) -> None:
         """Abandon every episode."""
@@ -142,7 +161,6 @@ class EpisodeRunner:
             if playing.loop is not None:
                 playing.task.cancel()
         self._playing.clear()
-        self._groups.clear()
         self._waiting.clear()
         self._running.clear()
 
@@ -160,16 +178,14 @@ class EpisodeRunner:
         self._ended.append(playing)
         self.inbox.wake()
 
-    def _store(self, playing: _Playing, rollout: Rollout) -> Iterator[tuple[int, list[Rollout]]]:
-        """Yield the prompt with all its rollouts, in sibling order, if this rollout was the last."""
+    def _store(self, playing: _Playing, rollout: Rollout) -> None:
         self._playing.remove(playing)
         self._running[playing.prompt.source] -= 1
         self._begin_waiting(playing.prompt.source)
-        group = self._groups[playing.index]
+        group = playing.group
         group[playing.sibling] = rollout
         if len(group) == playing.job.group_size:
-            del self._groups[playing.index]
-            yield playing.index, [group[sibling] for sibling in sorted(group)]
+            playing.ended([group[sibling] for sibling in sorted(group)])
 
     def _timeout_error(self, line: Line | None) -> str:
         where = "" if line is None else f", in {line}"

@@ -6,7 +6,7 @@ into an `Inbox` and wait for futures.
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence, Set
 from concurrent.futures import Future
 from functools import partial
 from typing import Any, TypeVar
@@ -179,6 +179,13 @@ class Driver:
         self._inbox.calls.run(self._engine)
         return finished
 
+    def withdraw(self, keys: Set[Hashable]) -> None:
+        """Abort these requests, running or queued. All others go on."""
+        self.running -= len(keys)
+        if admitted := keys - {request.key for request in self._queue}:
+            self._engine.abort(admitted)
+        self._queue = deque(request for request in self._queue if request.key not in keys)
+
     def _admit_queued(self) -> None:
         """Admit queued requests once their wait has cost as much as an admission, or after MAX_STEPS_QUEUED steps.
 
@@ -247,12 +254,7 @@ class Driver:
             if self._futures.get(key) is future:
                 del self._futures[key]
                 self._listeners.pop(key, None)
-                self.running -= 1
-                queued = next((request for request in self._queue if request.key == key), None)
-                if queued is None:
-                    self._engine.abort([key])
-                else:
-                    self._queue.remove(queued)
+                self.withdraw({key})
 
     def _accept(self, request: Request, future: Future[Completion], on_delta: OnDelta | None) -> None:
         if future.cancelled():

@@ -5,6 +5,9 @@ are complete, its other requests are interrupted. Their tokens are kept on the h
 with its own weights. The groups of an engine stay with it, and each engine decides alone when its step ends. So no rank
 waits for another while it samples, and a resumed run repeats the uninterrupted one.
 
+Of a conversation, a step finishes the message that is being sampled. The conversation goes on in the next step, and its
+tools while the policy trains. It is not part of a checkpoint: a resumed run plays it again.
+
 Every drawn prompt is trained once: complete groups are trained in the order in which they were drawn, a step waits for
 groups that have reached `max_age`, and the last steps draw fewer prompts. Prompts with long completions are thus
 trained as often as others.
@@ -12,8 +15,9 @@ trained as often as others.
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil
 from typing import NamedTuple, cast
 
@@ -21,12 +25,12 @@ from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
 from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.rollout.engine import Finished, Request, Sampling
 from colocated_grpo.rollout.inbox import Driver
-from colocated_grpo.rollout.prompt_queue import EnginePlace
+from colocated_grpo.rollout.prompt_queue import EnginePlace, Job
 from colocated_grpo.rollout.reward_calls import RewardCall
 from colocated_grpo.rollout.supply import PENDING, Order, PromptSupply, Supply
 from colocated_grpo.runtime.distributed import derive_seed
 from colocated_grpo.settings.generation import PartialConfig
-from colocated_grpo.types import Completion, Group, JsonObject, Prompt, shallow
+from colocated_grpo.types import Completion, Group, JsonObject, Prompt, Rollout, shallow
 
 UNFINISHED = "abort"
 """finish_reason of a completion that a later step continues."""
@@ -40,19 +44,19 @@ class Pending:
     step: int
     """The step that drew the prompt."""
     completions: list[Completion]
-    """In sibling order."""
+    """In sibling order. Empty for conversations, which are not part of a checkpoint."""
 
     @property
-    def is_complete(self) -> bool:
-        return all(completion.finish_reason != UNFINISHED for completion in self.completions)
+    def is_sampled(self) -> bool:
+        return bool(self.completions) and all(one.finish_reason != UNFINISHED for one in self.completions)
 
 
 class _Sampled(NamedTuple):
-    """Groups and tokens that one rank sampled in a step."""
+    """Groups that one rank sampled in a step, and the number and tokens of completions that it keeps."""
 
     groups: list[Group]
-    unfinished: list[int]
-    """Tokens of each completion that is kept."""
+    kept: int = 0
+    kept_tokens: int = 0
 
 
 @dataclass(eq=False)
@@ -61,8 +65,8 @@ class PartialSupply(Supply):
 
     prompts: PromptSupply
     config: PartialConfig
-    interrupt: Callable[[], Finished]
-    """`LocalEngine.interrupt`."""
+    sampled: Callable[[], Finished]
+    """`LocalEngine.sampled`."""
     place: EnginePlace
     num_steps: int
 
@@ -75,6 +79,8 @@ class PartialSupply(Supply):
         """Number of pending groups of each engine."""
         self._scored: dict[int, Group] = {}
         """Complete groups that are not trained yet, by prompt index."""
+        self._begun: set[int] = set()
+        """Prompt indices of the conversations of these groups."""
         self._metrics: dict[str, float] = {}
 
     def order(self, step: int) -> Order:
@@ -83,7 +89,9 @@ class PartialSupply(Supply):
         pools = [min(ceil(part * self.config.oversample), part * (self.num_steps - step)) for part in trained]
         missing = [max(0, pool - kept) for pool, kept in zip(pools, self._sizes, strict=True)]
         drawn = dealt(self.prompts.draw(sum(missing)), missing)[self.place.engine]
-        groups = [*self._pending, *(new_group(prompt, step, self.prompts.config.group_size) for prompt in drawn)]
+        size, episodes = self.prompts.config.group_size, self.prompts.collector.episodes.episodes
+        new = [new_group(prompt, step, 0 if prompt.source in episodes else size) for prompt in drawn]
+        groups = [*self._pending, *new]
         self._sizes = [kept + new - used for kept, new, used in zip(self._sizes, missing, trained, strict=True)]
         return lambda: self._gathered(self._sample(step, groups, trained[self.place.engine]))
 
@@ -92,31 +100,50 @@ class PartialSupply(Supply):
         parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Stopped
-        kept = [tokens for part in parts for tokens in part.unfinished]
-        self._metrics = {"partial/completions": float(len(kept)), "partial/tokens": float(sum(kept))}
+        kept, tokens = (float(sum(part[place] for part in parts)) for place in (1, 2))
+        self._metrics = {"partial/completions": kept, "partial/tokens": tokens}
         return sorted((group for part in parts for group in part.groups), key=lambda group: group.prompt.index)
 
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
         collector, sampling = self.prompts.collector, self.prompts.sampling
+        self._begin_conversations(step, groups)
         batch = PartialBatch(groups, collector.driver, sampling, collector.seed)
+        batch.include(self._scored)
         calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
         while not batch.may_end(wanted, step, self.config.max_age):
             calls |= self._score(batch, batch.advance())
+            collector.episodes.settle(idle=not collector.driver.running)
+            batch.include(self._scored)
             if self.place.may_stop and collector.stop_requested():
+                collector.episodes.cancel()
                 collector.driver.abort()
                 return None
-        batch.add(self.interrupt())
-        collector.driver.abort()  # requests that have not reached the engine
+        batch.interrupt(self.sampled())
+        collector.driver.drain()  # messages of conversations; the next ones wait for the next step
         if (scored := collector.groups(calls, sampling, time.monotonic())) is None:
             return None
         self._scored |= scored
         chosen, self._left = batch.split(wanted)
         if not self.place.counts:
-            return _Sampled([], [])
-        kept = [c for group in self._left for c in group.completions if c.finish_reason == UNFINISHED and c.token_ids]
+            return _Sampled([])
         trained = [self._scored.pop(group.prompt.index) for group in chosen]
-        return _Sampled(trained, [len(completion.token_ids) for completion in kept])
+        self._begun -= {group.prompt.index for group in trained}
+        unfinished = (one for group in self._left for one in group.completions if one.finish_reason == UNFINISHED)
+        kept = [tokens for one in unfinished if (tokens := len(one.token_ids))]
+        return _Sampled(trained, len(kept) + collector.episodes.running, sum(kept))
+
+    def _begin_conversations(self, step: int, groups: Sequence[Pending]) -> None:
+        """Begin those that do not run yet: all that were drawn now, and after a resume also those of the checkpoint."""
+        new = [group.prompt for group in groups if not group.completions and group.prompt.index not in self._begun]
+        size, sampling = self.prompts.config.group_size, self.prompts.sampling
+        job = Job(name=f"train/{step}", prompts=new, group_size=size, sampling=sampling)
+        for place, prompt in enumerate(new):
+            self._begun.add(prompt.index)
+            self.prompts.collector.episodes.start(job, place, partial(self._store, prompt))
+
+    def _store(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
+        self._scored[prompt.index] = Group(prompt=prompt, rollouts=rollouts)
 
     def _score(self, batch: "PartialBatch", complete: Iterable[int]) -> dict[int, RewardCall]:
         """Start the rewards of complete groups. Returns the calls by prompt index."""
@@ -156,7 +183,8 @@ class PartialBatch:
     def __init__(self, groups: Sequence[Pending], driver: Driver, sampling: Sampling, seed: int) -> None:
         """Submit the unfinished completions, those of the oldest groups first."""
         self.groups = [replace(group, completions=list(group.completions)) for group in groups]
-        self.complete = {place for place, group in enumerate(groups) if group.is_complete}
+        self.complete = {place for place, group in enumerate(groups) if group.is_sampled}
+        self._playing = {place for place, group in enumerate(groups) if not group.completions}
         self._changed = True
         """True if groups were completed since the last `may_end`."""
         self._driver = driver
@@ -172,10 +200,28 @@ class PartialBatch:
     def advance(self) -> Iterator[int]:
         """Run one step of the engine. Yields the groups that it completed."""
         for place in dict.fromkeys(self.add(self._driver.step())):  # siblings may end in the same step
-            if self.groups[place].is_complete:
+            if self.groups[place].is_sampled:
                 self.complete.add(place)
                 self._changed = True
                 yield place
+
+    def include(self, scored: Container[int]) -> None:
+        """Count the groups of conversations that have ended. scored: prompt indices."""
+        ended = {place for place in self._playing if self.groups[place].prompt.index in scored}
+        self._playing -= ended
+        self.complete |= ended
+        self._changed |= bool(ended)
+
+    def interrupt(self, sampled: Finished) -> None:
+        """End the requests of this batch, and keep what they have sampled."""
+        unfinished = {
+            (place, sibling)
+            for place, group in enumerate(self.groups)
+            for sibling, completion in enumerate(group.completions)
+            if completion.finish_reason == UNFINISHED
+        }
+        self.add((key, completion) for key, completion in sampled if key in unfinished)
+        self._driver.withdraw(unfinished)
 
     def split(self, wanted: int) -> tuple[list[Pending], list[Pending]]:
         """Return the `wanted` oldest complete groups, and all others."""
@@ -196,7 +242,7 @@ class PartialBatch:
         last_steps = [group.step + max_age for group in self.split(wanted)[1]]
         return all(sum(last <= step + later for last in last_steps) <= later * wanted for later in range(max_age))
 
-    def add(self, sampled: Finished) -> list[int]:
+    def add(self, sampled: Iterable[tuple[Hashable, Completion]]) -> list[int]:
         """Append what was sampled to the groups, and return the changed groups."""
         changed = []
         for key, rest in sampled:

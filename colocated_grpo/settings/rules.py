@@ -14,8 +14,6 @@ from colocated_grpo.settings.schema import Config, EngineConfig, PolicyConfig, R
 Lines = Iterator[str]
 
 MAX_NAME_BYTES = 255  # the limit of the usual file systems
-CONVERSATIONS = ("episode", "agent", "turns", "atropos")
-"""Types of environments whose completions also depend on processes that a checkpoint does not contain."""
 _SEQUENCE = "rollout.max_prompt_tokens + rollout.max_completion_tokens"
 
 
@@ -186,12 +184,14 @@ def _engines(config: Config) -> Lines:
         yield "deterministic=true: not possible with rollout.max_staleness=1: a resumed run begins with a fresh batch"
     if stale and has_atropos:
         yield "rollout.max_staleness=1: must be 0 with an atropos environment, which samples on its own time"
+    types = {source.type for source in config.environments}
     excluded = {
         "engine.placement: server": served,
         "policy.routing_replay": policy.routing_replay,
         "sync_frequency above 1": config.sync_frequency > 1,
         "loss.correction.mode: off": config.loss.correction.mode == "off" and config.loss.old_logprobs == "trainer",
-        "conversations (agents, episodes, games, atropos)": any(s.type in CONVERSATIONS for s in config.environments),
+        "games and atropos environments": bool(types & {"turns", "atropos"}),
+        "deterministic: true and conversations": config.deterministic and bool(types & {"episode", "agent"}),
     }
     if config.rollout.partial is not None:
         yield from (f"rollout.partial: not possible with {name}" for name, found in excluded.items() if found)

@@ -78,15 +78,13 @@ class FakeEngine:
         for key in list(self.running) if keys is None else keys:
             self.running.pop(key, None)
 
-    def interrupt(self) -> list[tuple[Hashable, Completion]]:
+    def sampled(self) -> list[tuple[Hashable, Completion]]:
         """Return the tokens that a completion of one token a step has by now."""
-        parts = [
+        return [
             (key, part_of(completion, len(completion.token_ids) - steps))
             for key, (steps, completion) in self.running.items()
             if steps < len(completion.token_ids)
         ]
-        self.running.clear()
-        return parts
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         """Return for each token its own log-probability, -1, and k others, -2 and less."""

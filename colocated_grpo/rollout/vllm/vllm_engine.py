@@ -107,10 +107,8 @@ class VLLMEngine:
             self._routes.drop(keys)
         self._requests.abort(keys)
 
-    def interrupt(self) -> Finished:
-        sampled = self._requests.sampled(self._policy_version)
-        self.abort()
-        return sampled
+    def sampled(self) -> Finished:
+        return self._requests.sampled(self._policy_version)
 
     def top_logprobs(self, token_ids: Sequence[int], k: int) -> list[dict[int, float]]:
         kind = RequestOutputKind.FINAL_ONLY

@@ -14,7 +14,6 @@ from transformers import PreTrainedTokenizerFast
 
 from colocated_grpo.environments.base import Episode
 from colocated_grpo.environments.chat import ChatCodec, ContextExhausted, Conversation
-from colocated_grpo.rollout import collect as collect_module
 from colocated_grpo.rollout import episodes as episodes_module
 from colocated_grpo.rollout.collect import Collector, Stopped
 from colocated_grpo.rollout.engine import Request, Sampling
@@ -398,7 +397,7 @@ def test_an_episode_that_blocks_its_event_loop_is_abandoned_and_the_next_batch_r
 
 def test_a_blocking_episode_is_abandoned_while_requests_from_outside_keep_the_engine_busy(never, monkeypatch):
     monkeypatch.setattr(episodes_module, "GRACE_SECONDS", 0.05)
-    monkeypatch.setattr(collect_module, "OVERDUE_CHECK_SECONDS", 0.01)
+    monkeypatch.setattr(episodes_module, "OVERDUE_CHECK_SECONDS", 0.01)
 
     async def run(item, model):
         never.wait()

@@ -4,133 +4,23 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from datetime import date
-from random import Random
-from typing import Any
 
 import pytest
 
 from colocated_grpo.assembly.assemble import load_state
-from colocated_grpo.environments.base import BatchResult, EnvironmentSetupError
+from colocated_grpo.environments.base import EnvironmentSetupError
 from colocated_grpo.evaluation.evaluator import Best
-from colocated_grpo.rollout.collect import Collector, Stopped
-from colocated_grpo.rollout.engine import Request, Sampling
-from colocated_grpo.rollout.episodes import EpisodeRunner
-from colocated_grpo.rollout.inbox import Driver, Inbox
-from colocated_grpo.rollout.partial import PartialSupply
-from colocated_grpo.rollout.prompt_queue import engine_place, static_dispatch
-from colocated_grpo.rollout.supply import PromptSupply, Supply
+from colocated_grpo.rollout.collect import Stopped
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.config_file import read_config
 from colocated_grpo.settings.errors import ConfigError
-from colocated_grpo.settings.generation import PartialConfig, RolloutConfig
+from colocated_grpo.settings.generation import PartialConfig
 from colocated_grpo.summaries import rollout_metrics
-from colocated_grpo.types import Completion, Group, Prompt, Score
-from tests.support.fakes import FakeEngine, SumScorer, text_of
+from colocated_grpo.types import Group
+from tests.support.partial_supply import GROUP, LIMIT, STEPS, WANTED, Prompts, Run, partial_run
 from tests.support.ranks import run_on_ranks, single_rank_world
-
-LIMIT, WANTED, GROUP, STEPS = 60, 6, 2, 12
-CONTINUES = 0.9
-"""Probability that a token is not the last one."""
-
-
-class Prompts:
-    def __init__(self, item: dict[str, Any] | None = None) -> None:
-        self.given = 0
-        self.item = item or {}
-
-    def next(self, n: int) -> list[Prompt]:
-        first, self.given = self.given, self.given + n
-        return [
-            Prompt(index=i, token_ids=[3, i], text="", item=self.item, source="own") for i in range(first, first + n)
-        ]
-
-    def record(self, groups: Sequence[Group]) -> BatchResult:
-        return BatchResult(trained_now=list(range(len(groups))))
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"given": self.given}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.given = state["given"]
-
-
-def memoryless(request: Request, policy_version: int) -> Completion:
-    """Return a completion whose rest has the same distribution of lengths wherever it is interrupted."""
-    rng = Random(request.seed)
-    tokens = [rng.randrange(10)]
-    while len(tokens) < request.sampling.max_tokens and rng.random() < CONTINUES:
-        tokens.append(rng.randrange(10))
-    return Completion(
-        token_ids=tokens,
-        sampling_logprobs=[-token / 8 for token in tokens],
-        finish_reason="length" if len(tokens) == request.sampling.max_tokens else "stop",
-        policy_version=policy_version,
-    )
-
-
-class Run:
-    """Steps of a supply over a fake engine whose weights change before each step."""
-
-    def __init__(
-        self,
-        world: World,
-        partial: PartialConfig | None,
-        prompts: Prompts | None = None,
-        steps: int = STEPS,
-        ranks_per_engine: int = 1,
-        wanted: int = WANTED,
-        limit: int = LIMIT,
-    ) -> None:
-        self.engine = FakeEngine(complete=memoryless, on_step=self._count)
-        self.decode_steps = 0
-        self.scored: Counter[int] = Counter()
-        self.stop_at: int | None = None
-        inbox = Inbox()
-        driver = Driver(self.engine, inbox)
-        collector = Collector(
-            driver,
-            EpisodeRunner({}, None, inbox, seed=0, tool_timeout=1.0),
-            {"own": self},
-            text_of,
-            world,
-            static_dispatch(world.rank, world.size),
-            seed=0,
-            reward_workers=2,
-            reward_timeout=30.0,
-            stop_requested=self._stopped,
-        )
-        config = RolloutConfig(prompts_per_step=wanted, group_size=GROUP)
-        source: Any = (prompts or Prompts()) if world.is_main else None
-        sampling = Sampling(temperature=1.0, max_tokens=limit)
-        self.supply: Supply = PromptSupply(source, collector, config, sampling)
-        if partial is not None:
-            place = engine_place(world, ranks_per_engine)
-            self.supply = PartialSupply(self.supply, partial, self.engine.interrupt, place, steps)
-
-    def score(self, prompt: Prompt, completions: Sequence[Completion], texts: Sequence[str]) -> list[Score]:
-        self.scored[prompt.index] += 1
-        return SumScorer().score(prompt, completions, texts)
-
-    def _count(self) -> None:
-        self.decode_steps += 1
-
-    def _stopped(self) -> bool:
-        return self.stop_at is not None and self.decode_steps >= self.stop_at
-
-    def step(self, step: int) -> list[Group]:
-        self.engine.weights_changed(step)
-        groups = self.supply.order(step)()
-        self.metrics = self.supply.settle(groups).metrics
-        return groups
-
-    def steps(self, first: int = 0, last: int = STEPS) -> Iterator[list[Group]]:
-        return (self.step(step) for step in range(first, last))
-
-
-def partial_run(**settings: Any) -> Run:
-    return Run(single_rank_world(), PartialConfig(**settings))
 
 
 def lengths(steps: Sequence[list[Group]]) -> list[int]:
@@ -333,7 +223,11 @@ def test_items_that_a_checkpoint_cannot_contain_are_rejected_in_one_line(item):
         (["--engine.placement", "server"], "rollout.partial: not possible with engine.placement: server"),
         (["--sync_frequency", "2"], "rollout.partial: not possible with sync_frequency above 1"),
         (["--loss.correction.mode", "off"], "rollout.partial: not possible with loss.correction.mode: off"),
-        (["--environments", "[{type: atropos}]"], "rollout.partial: not possible with conversations"),
+        (["--environments", "[{type: atropos}]"], "rollout.partial: not possible with games and atropos environments"),
+        (
+            ["--environments", "[{type: episode, name: tool_use}]", "--deterministic", "true"],
+            "rollout.partial: not possible with deterministic: true and conversations",
+        ),
         (
             ["--rollout.partial", "{oversample: 3, max_age: 1}"],
             "rollout.partial.oversample=3: must be at most 1 + ",

@@ -383,7 +383,8 @@ def interrupted(world: World, folder: Path) -> int:
     for steps in (1, 2, 5, 17, 30):
         pair.engine.submit(requests)
         finished = dict(chain.from_iterable(pair.engine.step() for _ in range(steps)))
-        parts = dict(pair.engine.interrupt())
+        parts = dict(pair.engine.sampled())
+        pair.engine.abort()
         assert not finished.keys() & parts.keys()
         for key, part in (finished | parts).items():
             length = len(part.token_ids)
