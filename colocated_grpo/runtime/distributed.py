@@ -6,13 +6,12 @@ Functions and methods are collective (called by every rank, in the same order) u
 import os
 import pickle
 import random
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
-from functools import partial
 from hashlib import blake2b
 from itertools import chain
-from typing import NamedTuple, TypeVar, cast
+from typing import TypeVar, cast
 
 import numpy as np
 import torch
@@ -228,29 +227,26 @@ def with_rows(tensor: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(rows, mesh, tensor.placements, run_check=False, shape=shape, stride=rows.stride())
 
 
-class Rows(NamedTuple):
-    """This rank's rows of a tensor, computed when they are needed."""
-
-    sharded_as: torch.Tensor
-    """A tensor that has the same rows on each rank."""
-    compute: Callable[[], torch.Tensor]
-
-
+@dataclass(frozen=True, eq=False)
 class Computed(Mapping[str, torch.Tensor]):
     """Tensors by name, some of which are computed on access, because they would not fit into memory together."""
 
-    def __init__(self, held: Mapping[str, torch.Tensor], computed: Mapping[str, Rows]) -> None:
-        self.held, self.computed = held, computed
+    held: Mapping[str, torch.Tensor]
+    sharded_as: Mapping[str, torch.Tensor]
+    """For each computed tensor, one with the same rows on each rank."""
+    compute: Callable[[Sequence[str]], Sequence[torch.Tensor]]
+    """Returns this rank's rows of the computed tensors with these names. Not collective."""
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        rows = self.computed.get(name)
-        return self.held[name] if rows is None else with_rows(rows.sharded_as, rows.compute())
+        if name in self.held:
+            return self.held[name]
+        return with_rows(self.sharded_as[name], self.compute([name])[0])
 
     def __iter__(self) -> Iterator[str]:
-        return chain(self.held, self.computed)
+        return chain(self.held, self.sharded_as)
 
     def __len__(self) -> int:
-        return len(self.held) + len(self.computed)
+        return len(self.held) + len(self.sharded_as)
 
 
 def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -258,15 +254,12 @@ def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
     return tensors.held if isinstance(tensors, Computed) else tensors
 
 
-def rows_in(tensors: Mapping[str, torch.Tensor], name: str) -> Rows:
-    """Return how to compute this rank's rows of one of the tensors. Not collective."""
-    computed = tensors.computed if isinstance(tensors, Computed) else {}
-    return computed.get(name) or Rows(tensors[name], partial(local_part, tensors[name]))
-
-
-def own_rows(tensors: Mapping[str, torch.Tensor], names: Iterable[str]) -> list[torch.Tensor]:
-    """Compute and return this rank's rows of the tensors with these names. Not collective."""
-    return [rows_in(tensors, name).compute() for name in names]  # without the DTensors, which take longer to make
+def own_rows(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
+    """Compute and return this rank's rows of the tensors with these names, without making DTensors. Not collective."""
+    in_memory = held(tensors)
+    missing = [name for name in names if name not in in_memory]
+    computed = dict(zip(missing, tensors.compute(missing), strict=True)) if isinstance(tensors, Computed) else {}
+    return [computed[name] if name in computed else local_part(in_memory[name]) for name in names]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

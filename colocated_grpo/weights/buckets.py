@@ -70,7 +70,7 @@ def count_shards(parameters: Mapping[str, Tensor]) -> int:
 
 def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch.dtype) -> list[Bucket]:
     """Split the parameters, in order, into buckets of about BUCKET_BYTES gathered."""
-    limit = BUCKET_BYTES // dtype.itemsize // num_shards
+    limit = BUCKET_BYTES // max(dtype.itemsize, 2) // num_shards  # values in 8 bits are computed from 16 bits
     buckets: list[Bucket] = []
     members: dict[str, torch.Size] = {}
     size = 0

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -67,13 +66,13 @@ def _plan(
         [part.values.data_ptr(), part.values.numel(), part.first, part.row, part.row_stride, place]
         for place, part in parts
     ]
-    counts = [triton.cdiv(part.first % SPAN + part.values.numel(), SPANS * SPAN) for _, part in parts]
+    counts = [-(-(part.first % SPAN + part.values.numel()) // (SPANS * SPAN)) for _, part in parts]
     owners = np.repeat(np.arange(len(parts)), counts)
     stretches = np.concatenate([np.arange(count) for count in counts])
     target = dtype if dtype is not None and source.is_floating_point else source
     return KernelLaunch(
-        table=torch.tensor(entries, dtype=torch.int64).to(device),
-        places=torch.from_numpy(np.stack([owners, stretches], axis=1).astype(np.int32)).to(device),
+        table=torch.tensor(entries, dtype=torch.int64).to(device, non_blocking=True),
+        places=torch.from_numpy(np.stack([owners, stretches], axis=1).astype(np.int32)).to(device, non_blocking=True),
         values=[part.values for _, part in parts],
         constants={
             "SOURCE": _POINTEES[source],

@@ -8,6 +8,7 @@ probability of about 2^-30.
 """
 
 from functools import cache
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ class Part(NamedTuple):
 
 def rows_of(values: Tensor, first_row: int) -> Part:
     """Return the part that consists of whole rows from `first_row` on."""
-    row = max(1, values[:1].numel()) if values.dim() else 1
+    row = max(1, prod(values.shape[1:]))
     return Part(values, first_row * row, row, row)
 
 

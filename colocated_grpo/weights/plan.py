@@ -4,9 +4,9 @@ A plan is derived from the engine's module tree and then verified by `ColocatedS
 view must hold the loaded values. A model that fails this check keeps loading through `load_weights`.
 """
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -19,7 +19,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmb
 from colocated_grpo.policy.checkpoint_files import CheckpointReader
 from colocated_grpo.policy.masters import read_parameters
 from colocated_grpo.rollout.engine import LocalEngine
-from colocated_grpo.runtime.distributed import Computed, Rows, rows_in
+from colocated_grpo.runtime.distributed import Computed, held, own_rows
 from colocated_grpo.runtime.text_part import OUTPUT_LAYER
 
 EXPERTS = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}
@@ -218,20 +218,30 @@ def in_8_bits(
     """Return the parameters as the engine stores them: those in `names` as fp8 values and, under name + SCALE, scales.
 
     Both are integers, which no sync casts. Values are computed on `device` at each access. Scales are computed with
-    them: read them once, after their values. dtype: the engine's, to which weights are rounded first.
+    them: read them once, with or after their values. dtype: the engine's, to which weights are rounded first.
     """
     last: dict[str, Tensor] = {}
 
-    def values(name: str, weight: Rows) -> Tensor:
-        values_RC, last[name] = quantized(weight.compute().to(device, dtype))
-        return values_RC
+    @torch.no_grad()
+    def compute(wanted: Sequence[str]) -> list[Tensor]:
+        weights = [name for name in wanted if name in names]
+        groups: dict[int, dict[str, Tensor]] = defaultdict(dict)
+        for name, rows in zip(weights, own_rows(parameters, weights), strict=True):
+            groups[rows.shape[1]][name] = rows
+        # One kernel for all rows of one length: launches and allocations for each weight take the host longer.
+        for columns, group in groups.items():
+            counts = [len(rows) for rows in group.values()]
+            weights_RC = torch.empty(sum(counts), columns, dtype=dtype, device=device)
+            torch._foreach_copy_(weights_RC.split(counts), list(group.values()))
+            values_RC, scales_R1 = quantized(weights_RC)
+            last.update(zip(group, values_RC.split(counts), strict=True))
+            last.update(zip([name + SCALE for name in group], scales_R1.split(counts), strict=True))
+        return [last.pop(name) for name in wanted]
 
+    all_sharded = {**held(parameters), **parameters.sharded_as} if isinstance(parameters, Computed) else parameters
     others = {name: parameters[name] for name in parameters if name not in names}
-    # In the same order on all ranks.
-    weights = {name: rows_in(parameters, name) for name in parameters if name in names}
-    rounded = {name: Rows(weight.sharded_as, partial(values, name, weight)) for name, weight in weights.items()}
-    scales = {name + SCALE: Rows(weight.sharded_as, partial(last.pop, name)) for name, weight in weights.items()}
-    return Computed(others, rounded | scales)
+    weights = {name: all_sharded[name] for name in parameters if name in names}  # in the same order on all ranks
+    return Computed(others, weights | {name + SCALE: weight for name, weight in weights.items()}, compute)
 
 
 def quantized(weight_RC: Tensor) -> tuple[Tensor, Tensor]:

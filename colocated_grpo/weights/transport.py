@@ -11,11 +11,10 @@ from torch import Tensor, nn
 from colocated_grpo.errors import RunError
 from colocated_grpo.runtime.distributed import World, first_row, held, local_part, own_rows
 from colocated_grpo.types import JsonObject
+from colocated_grpo.weights.buckets import count_shards, make_buckets
 from colocated_grpo.weights.fingerprints import Part, bits_of, columns_of, fingerprint, rows_of
 from colocated_grpo.weights.plan import Plan, Target
 
-AT_A_TIME = 8
-"""Computed tensors that are in memory together: all of them would not fit, and fewer would mean more launches."""
 SHOWN = 3
 """Maximum number of tensors that an error names."""
 
@@ -75,34 +74,33 @@ class ShardFingerprints:
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype, world: World) -> None:
         """parameters: sharded tensors by name. Collective."""
-        self._parameters, self._names = parameters, list(parameters)
-        self._num_held = len(held(parameters))
-        """The tensors after these are computed, a few at a time, and have other addresses each time."""
-        self._dtype = dtype
-        self._device = world.device
+        self._parameters, self._dtype, self._device = parameters, dtype, world.device
         self._of_held: Fingerprints | None = None
         self._addresses: list[int] = []
         facts = [(local_part(one).numel(), one.shape, first_row(one)) for one in parameters.values()]
-        own, shapes, self._first_rows = zip(*facts, strict=True)
+        own, shapes, first_rows = zip(*facts, strict=True)
+        self._first_rows = dict(zip(parameters, first_rows, strict=True))
+        computed = {name: shapes[n] for n, name in enumerate(parameters) if name not in held(parameters)}
+        self._computed = make_buckets(computed, count_shards(parameters), dtype)
+        """Those of a bucket are in memory together, at other addresses each time."""
         self.copies = _copies(own, shapes, world)
 
     @torch.no_grad()
     def compute(self) -> Tensor:
         """Return this rank's contribution, int64 [P], on the device."""
-        shards = own_rows(self._parameters, self._names[: self._num_held])
+        names = held(self._parameters)
+        shards = own_rows(self._parameters, names)
         addresses = [shard.data_ptr() for shard in shards]
         if self._of_held is None or addresses != self._addresses:
-            self._of_held = self._fingerprints(shards, 0)
+            self._of_held = self._fingerprints(names, shards)
             self._addresses = addresses
         found = [self._of_held.compute()]
-        for first in range(self._num_held, len(self._names), AT_A_TIME):
-            computed = own_rows(self._parameters, self._names[first : first + AT_A_TIME])
-            found.append(self._fingerprints(computed, first).compute())
+        for bucket in self._computed:
+            found.append(self._fingerprints(bucket.shapes, own_rows(self._parameters, bucket.shapes)).compute())
         return torch.cat(found)
 
-    def _fingerprints(self, shards: Sequence[Tensor], first: int) -> Fingerprints:
-        """first: number of the first of these consecutive parameters."""
-        parts = [rows_of(shard, self._first_rows[index]) for index, shard in enumerate(shards, first)]
+    def _fingerprints(self, names: Iterable[str], shards: Sequence[Tensor]) -> Fingerprints:
+        parts = [rows_of(shard, self._first_rows[name]) for name, shard in zip(names, shards, strict=True)]
         return Fingerprints(parts, self._dtype, self._device)
 
 

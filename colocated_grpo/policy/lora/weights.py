@@ -13,7 +13,6 @@ import subprocess
 import sys
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,7 +26,7 @@ from colocated_grpo.policy.lora import nf4
 from colocated_grpo.policy.lora.linear import ADAPTED, FACTORS, AdaptedLinear, merge, merged, product
 from colocated_grpo.policy.masters import Weights, read_parameters
 from colocated_grpo.policy.model import PackedLM, checkpoint_name, reshard, transformer_blocks
-from colocated_grpo.runtime.distributed import Computed, Rows, derive_seed, first_row, local_part, with_rows
+from colocated_grpo.runtime.distributed import Computed, derive_seed, first_row, local_part, with_rows
 from colocated_grpo.settings.base import DEFAULT_INIT
 from colocated_grpo.settings.training import ALL_LINEAR, LoRAConfig
 
@@ -168,8 +167,8 @@ class AdapterWeights(Weights):
 
     def published(self) -> Computed:
         in_4_bits = {f"{name}.weight": layer for name, layer in self._layers.items() if layer.in_4_bits}
-        merges = {name: Rows(layer.packed, partial(_merged_rows, layer)) for name, layer in in_4_bits.items()}
-        return Computed(self.model.hf_parameters(), merges)
+        packed = {name: layer.packed for name, layer in in_4_bits.items()}
+        return Computed(self.model.hf_parameters(), packed, lambda names: [_merged_rows(in_4_bits[n]) for n in names])
 
     def reduce_gradients(self) -> None:
         """Sum the factors' gradients over ranks in one all-reduce."""

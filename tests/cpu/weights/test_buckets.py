@@ -10,10 +10,12 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from colocated_grpo.runtime.distributed import Computed, Rows, World
+from colocated_grpo.runtime.distributed import Computed, World, own_rows
 from colocated_grpo.weights import buckets
 from colocated_grpo.weights.buckets import Bucket, full_tensors, gather, make_buckets, shard_slices, values_of
+from colocated_grpo.weights.fingerprints import fingerprint, rows_of
 from colocated_grpo.weights.plan import Target, in_8_bits, quantized
+from colocated_grpo.weights.transport import ShardFingerprints
 from tests.support.ranks import run_on_ranks
 
 SHAPES = {"even": (6, 4), "uneven": (7, 3), "fewer rows than ranks": (1, 5), "vector": (5,), "cube": (4, 2, 3)}
@@ -93,10 +95,9 @@ def test_a_bucket_holds_at_least_one_parameter_and_at_most_its_bytes(monkeypatch
 def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once_and_brings_it_to_the_engine(world, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
     computed: list[str] = []
-    weights = {
-        name: Rows(tensor, lambda name=name, tensor=tensor: computed.append(name) or tensor)
-        for name, tensor in tensors().items()
-    }
+    weights = Computed(
+        {"norm": torch.ones(2)}, tensors(), lambda names: computed.extend(names) or [tensors()[name] for name in names]
+    )
     made = make_buckets({name: tensor.shape for name, tensor in tensors().items()}, 1, torch.float32)
     targets = {name: Target(view=torch.empty_like(tensor), dim=0, start=0) for name, tensor in tensors().items()}
     plan = SimpleNamespace(targets=targets)
@@ -106,7 +107,7 @@ def test_a_sync_on_one_rank_computes_each_weight_of_a_4_bit_base_once_and_brings
         computed.clear()
         for bucket in made:
             slices = shard_slices(bucket, plan)  # pyrefly: ignore[bad-argument-type]
-            values = values_of(slices, bucket, Computed({"norm": torch.ones(2)}, weights), device)
+            values = values_of(slices, bucket, weights, device)
             assert [value.shape for value in values] == list(bucket.shapes.values())
             assert {value.device for value in values} == {device}
         assert computed == list(SHAPES)
@@ -116,6 +117,31 @@ def test_weights_in_8_bits_have_the_parameters_order_on_all_ranks(world):
     weights = {f"layers.{number}.weight": torch.ones(2, 4) for number in range(30)}
     stored = in_8_bits({"norm": torch.ones(4), **weights}, frozenset(weights), torch.float32, world.device)
     assert list(stored) == ["norm", *weights, *(f"{name}_scale" for name in weights)]
+
+
+def test_weights_in_8_bits_are_rounded_together_and_as_each_alone(world, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 4), (3, 8), (5, 4), (1, 8)]
+    weights = {f"{n}.weight": torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
+    stored = in_8_bits({"norm": torch.ones(4), **weights}, frozenset(weights), torch.bfloat16, world.device)
+    check = ShardFingerprints(stored, torch.bfloat16, world)
+    columns: list[int] = []
+    monkeypatch.setattr("colocated_grpo.weights.plan.quantized", lambda w: columns.append(w.shape[1]) or quantized(w))
+    names = [*weights, "norm", *(f"{name}_scale" for name in weights)]
+    values, scales = zip(*(quantized(weight.bfloat16()) for weight in weights.values()), strict=True)
+    expected = [*values, torch.ones(4), *scales]
+    for found, one in zip(own_rows(stored, names), expected, strict=True):
+        assert torch.equal(found, one)
+    assert columns == [4, 8]
+    columns.clear()
+    sums = [int(fingerprint(rows_of(one, 0), torch.bfloat16)) for one in (torch.ones(4), *values, *scales)]
+    assert check.compute().tolist() == sums
+    assert columns == [4, 8]
+
+
+def test_a_bucket_in_8_bits_has_space_for_its_weights_in_16():
+    shapes = {str(n): torch.Size([1 << 10, 1 << 16]) for n in range(5)}
+    assert [len(bucket.shapes) for bucket in make_buckets(shapes, 1, torch.int8)] == [4, 1]
 
 
 def test_rows_in_8_bits_reach_the_largest_number_and_a_row_of_zeros_stays_zero():

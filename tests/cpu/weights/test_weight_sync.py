@@ -88,7 +88,7 @@ EIGHT_BITS = {"dtype": "bfloat16", "args": {"quantization": "fp8_per_channel"}}
 
 
 def synced_in_8_bits(world: World, folder: Path) -> dict[str, Any]:
-    """Return facts of a planned sync, the tensors that a load by vLLM then changes, and the error of a wrong scale."""
+    """Return facts of a planned sync, the tensors that a load by vLLM then changes, and the error of each fault."""
     from colocated_grpo.weights import colocated
     from colocated_grpo.weights.transport import ReloadCheck
 
@@ -104,18 +104,22 @@ def synced_in_8_bits(world: World, folder: Path) -> dict[str, Any]:
     facts["changed"] = check.changes(lambda _block: pair.engine.load_weights(pair.sync._full_tensors()))
     write = colocated.buckets.write_planned
 
-    def faulty(gathered: Any, plan: Any, device: Any) -> None:
-        write(gathered, plan, device)
-        plan.targets[WRONG_SCALE].view[3] += 1
+    facts["errors"] = {}
+    for name in WRONG:
 
-    colocated.buckets.write_planned = faulty
-    with pytest.raises(RunError) as caught:
-        pair.write()
+        def faulty(gathered: Any, plan: Any, device: Any, name: str = name) -> None:
+            write(gathered, plan, device)
+            plan.targets[name].view[3, -1] += 1
+
+        colocated.buckets.write_planned = faulty
+        with pytest.raises(RunError) as caught:
+            pair.write()
+        facts["errors"][name] = str(caught.value)
     pair.engine.close()
-    return {**facts, "error": str(caught.value)}
+    return facts
 
 
-WRONG_SCALE = "model.layers.1.mlp.up_proj.weight_scale"
+WRONG = ("model.layers.1.mlp.up_proj.weight_scale", "model.layers.0.self_attn.k_proj.weight")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
@@ -124,7 +128,8 @@ def test_an_engine_with_fp8_weights_holds_the_bits_that_its_loader_would_write(r
         assert max(facts["start"], facts["after"]) < 2 * ROUNDED, facts
         assert facts["moved"] > 3 * ROUNDED, "the weights moved too little for the test to see a missing sync"
         assert facts["changed"] == []
-        assert " in 1 of " in facts["error"] and f"({WRONG_SCALE})" in facts["error"]
+        for name in WRONG:
+            assert " in 1 of " in facts["errors"][name] and f"({name})" in facts["errors"][name]
 
 
 def decoded_by_latent_attention(world: World, folder: Path) -> dict[str, Any]:
