@@ -143,7 +143,8 @@ def decode(engine: LocalEngine, options: argparse.Namespace, sequences: int, wor
 
 def sampled_by(engine: LocalEngine) -> float:
     """Interrupt all sequences, and return how many tokens each has sampled."""
-    completions = [completion for _, completion in engine.interrupt()]
+    completions = [completion for _, completion in engine.sampled()]
+    engine.abort()
     return sum(len(completion.token_ids) for completion in completions) / len(completions)
 
 

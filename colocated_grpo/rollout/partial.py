@@ -100,8 +100,10 @@ class PartialSupply(Supply):
         parts = [part for part in gathered if part is not None]
         if len(parts) < len(gathered):
             raise Stopped
-        kept, tokens = (float(sum(part[place] for part in parts)) for place in (1, 2))
-        self._metrics = {"partial/completions": kept, "partial/tokens": tokens}
+        self._metrics = {
+            "partial/completions": float(sum(part.kept for part in parts)),
+            "partial/tokens": float(sum(part.kept_tokens for part in parts)),
+        }
         return sorted((group for part in parts for group in part.groups), key=lambda group: group.prompt.index)
 
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
