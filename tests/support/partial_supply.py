@@ -120,6 +120,7 @@ class Run:
     def step(self, step: int) -> list[Group]:
         self.engine.weights_changed(step)
         groups = self.supply.order(step)()
+        assert not self.engine.running, "the engine may sleep"
         self.metrics = self.supply.settle(groups).metrics
         return groups
 
