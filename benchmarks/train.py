@@ -11,9 +11,10 @@ import math
 import random
 import statistics
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
@@ -141,28 +142,29 @@ def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabula
     prompt = tokens(rng.randint(*options.prompt_tokens))
     length = partial(_geometric, rng, options.mean_completion, options.max_completion)
     lengths = [[length() for _ in range(options.turns)] for _ in range(options.group_size)]
+    own = _OwnTokens(len(prompt), options.reuse, random.Random(index), vocabulary)
     rollouts = []
-    for sibling, own in enumerate(lengths):
-        messages = [rng.randint(*options.message_tokens) for _ in own[1:]]
-        prompts = _prompts(prompt, messages, options.reuse, tokens)
-        first, *further = (
-            _rollout(before, tokens(count), float(sibling % 2), vocabulary)
-            for before, count in zip(prompts, own, strict=True)
-        )
-        rollouts.append(replace(first, further=further))
+    for sibling, turns in enumerate(lengths):
+        # A message follows the one before, without what was sampled: the agent's chat template strips thoughts.
+        history, sequences = prompt, []
+        for turn, count in enumerate(turns):
+            history = history + tokens(rng.randint(*options.message_tokens)) if turn else history
+            sequences.append(_rollout(own.replaced(history), tokens(count), float(sibling % 2), vocabulary))
+        rollouts.append(replace(sequences[0], further=sequences[1:]))
     return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="synthetic"), rollouts=rollouts)
 
 
-def _prompts(
-    first: list[int], messages: Sequence[int], reuse: str, tokens: Callable[[int], list[int]]
-) -> Iterator[list[int]]:
-    """Yield the prompt of each turn. A message follows the one before, without what was sampled: its chat template
-    strips thoughts. messages: lengths. Tokens that are not to be reused are drawn anew for each prompt."""
-    prompt = first
-    for message in (0, *messages):
-        kept = {"turns": len(prompt), "prompt": len(first), "nothing": 0}[reuse]
-        prompt = prompt[:kept] + tokens(len(prompt) - kept + message)
-        yield prompt
+class _OwnTokens(NamedTuple):
+    """Tokens that replace those that prompts are not to have in common. Lengths are the same with each --reuse."""
+
+    prompt_length: int
+    reuse: str
+    rng: random.Random
+    vocabulary: int
+
+    def replaced(self, history: list[int]) -> list[int]:
+        kept = {"turns": len(history), "prompt": self.prompt_length, "nothing": 0}[self.reuse]
+        return history[:kept] + self.rng.choices(range(self.vocabulary), k=len(history) - kept)
 
 
 def _geometric(rng: random.Random, mean: float, longest: int) -> int:
