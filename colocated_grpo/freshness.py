@@ -17,7 +17,10 @@ from colocated_grpo.settings.schema import FreshnessConfig
 from colocated_grpo.types import Group
 
 Judge = Callable[[Metrics, float], None]
-"""`SampleCheck.judge`, or a no-op with its signature. Collective."""
+"""(metrics, moved) -> raises RunError on every rank if the samples differ too much from the policy. Collective.
+
+metrics: statistics of a forward pass. moved: learning rate times optimizer steps since the oldest sample.
+"""
 MEAN, WORST = "mismatch/plain", "mismatch/worst"
 # About twice the largest mean of healthy batches, more in float32: docs/results/mismatch_healthy.json.
 LIMITS = {torch.bfloat16: 0.1, torch.float16: 0.1, torch.float32: 0.01}
@@ -43,25 +46,28 @@ def default_limit(dtypes: Sequence[torch.dtype], *, quantized: bool, exact: bool
     return QUANTIZED_LIMIT if quantized else max(LIMITS[dtype] for dtype in dtypes)
 
 
-class SampleCheck:
-    """Compares sampling log-probabilities with the policy's, for each minibatch."""
+def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
+    """Return the optimizer steps since the oldest plainly sampled sequence was sampled; 0 without such sequences."""
+    sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
+    return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)
 
-    def __init__(self, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]) -> None:
-        """limit: limit of the mean. all_reduce: one for sums, one for maxima.
 
-        temperature: of training samples. Differences of log-probabilities grow with its inverse.
-        """
-        self._limit = limit / min(1.0, temperature)
-        self._all_reduce = all_reduce
+def make_judge(
+    config: FreshnessConfig, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]
+) -> Judge:
+    """Return the check of each minibatch's samples; a no-op with `every: 0`.
 
-    def judge(self, metrics: Metrics, moved: float) -> None:
-        """Raise RunError on every rank if the samples differ too much from the policy. Collective.
+    limit: limit of the mean, unless it is configured. all_reduce: one for sums, one for maxima. temperature: of
+    training samples. Differences of log-probabilities grow with its inverse.
+    """
+    if config.every == 0:
+        return lambda metrics, moved: None
+    mean_limit = (config.max_mean_diff or limit) / min(1.0, temperature)
 
-        metrics: statistics of a forward pass. moved: learning rate times optimizer steps since the oldest sample.
-        """
-        found = reduce(metrics.only((MEAN, WORST)), *self._all_reduce)
+    def judge(metrics: Metrics, moved: float) -> None:
+        found = reduce(metrics.only((MEAN, WORST)), *all_reduce)
         drift = DRIFT_PER_RATE * moved
-        for name, limit in ((MEAN, self._limit + drift), (WORST, WORST_PER_MEAN * self._limit + drift)):
+        for name, limit in ((MEAN, mean_limit + drift), (WORST, WORST_PER_MEAN * mean_limit + drift)):
             value = found.get(name, 0.0)
             if not math.isfinite(value):
                 raise RunError(
@@ -80,17 +86,4 @@ class SampleCheck:
                     f"their last comparison, so {cause}"
                 )
 
-
-def staleness_of(groups: Sequence[Group], policy_version: int) -> int:
-    """Return the optimizer steps since the oldest plainly sampled sequence was sampled; 0 without such sequences."""
-    sequences = (one for group in groups for episode in group.rollouts for one in episode.sequences)
-    return max((policy_version - one.policy_version for one in sequences if one.plain), default=0)
-
-
-def make_judge(
-    config: FreshnessConfig, limit: float, temperature: float, all_reduce: tuple[AllReduce, AllReduce]
-) -> Judge:
-    """Return `SampleCheck.judge` with the configured limit, or with `limit` by default; a no-op with `every: 0`."""
-    if config.every == 0:
-        return lambda metrics, moved: None
-    return SampleCheck(config.max_mean_diff or limit, temperature, all_reduce).judge
+    return judge
