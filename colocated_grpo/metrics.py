@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-Kind = Literal["mean", "sum", "max", "ess"]
+Kind = Literal["mean", "max", "ess"]
 AllReduce = Callable[[Tensor], object]
 """Reduces a tensor over ranks in place."""
 
@@ -27,10 +27,6 @@ class Stat(NamedTuple):
         return cls("mean", (total, count))
 
     @classmethod
-    def sum(cls, value: Tensor | float) -> "Stat":
-        return cls("sum", (value,))
-
-    @classmethod
     def max(cls, value: Tensor | float) -> "Stat":
         return cls("max", (value,))
 
@@ -42,7 +38,6 @@ class Stat(NamedTuple):
 
 _FINISH: dict[Kind, Callable[..., float | None]] = {
     "mean": lambda total, count: total / count if count else None,
-    "sum": lambda value: value,
     "max": lambda value: None if value == -math.inf else value,
     "ess": lambda total, squares, count: total * total / (count * squares) if count and squares else None,
 }
