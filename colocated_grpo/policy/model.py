@@ -187,15 +187,11 @@ def transformer_blocks(lm: nn.Module) -> nn.ModuleList:
 def freeze(model: PackedLM, dtype: torch.dtype, trained: Collection[int] = ()) -> None:
     """Freeze all parameters on the meta device, and store them in `dtype`, except those of the `trained` blocks."""
     blocks = transformer_blocks(model.lm)
-    kept = {id(parameter) for index in trained for parameter in blocks[index].parameters()}
-    frozen: dict[nn.Parameter, nn.Parameter] = {}
-    for module in model.modules():
-        for name, meta in list(module.named_parameters(recurse=False)):
-            if id(meta) in kept:
-                continue
-            if meta not in frozen:  # tied parameters stay tied
-                frozen[meta] = nn.Parameter(torch.empty(meta.shape, dtype=dtype, device="meta"), requires_grad=False)
-            setattr(module, name, frozen[meta])
+    kept = {parameter for index in trained for parameter in blocks[index].parameters()}
+    for parameter in model.parameters():
+        if parameter not in kept:
+            parameter.requires_grad_(False)
+            parameter.data = parameter.data.to(dtype)
 
 
 def prepare_blocks(model: PackedLM, *, checkpointed: bool, compiled: bool) -> None:
