@@ -187,7 +187,14 @@ def read_parameters(reader: CheckpointReader, parameters: Mapping[str, Tensor], 
     Raises ConfigError if tensors are missing or have other shapes.
     """
     for name, source in stored_names(reader, parameters, prefix).items():
-        _fill(parameters[name], reader, source)
+        rows = local_part(parameters[name])
+        if not len(rows):
+            continue
+        reader.read_into(rows, source, first_row(parameters[name]))
+        if not rows.isfinite().all():
+            raise ConfigError(
+                f"model.name={str(reader.folder)!r}: {source!r} has NaN or infinite values; the checkpoint is damaged"
+            )
 
 
 def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], prefix: str) -> dict[str, str]:
@@ -213,13 +220,3 @@ def stored_names(reader: CheckpointReader, parameters: Mapping[str, Tensor], pre
             f"model.name={str(reader.folder)!r}: the checkpoint lacks {len(missing)} tensors, first {missing[0]!r}"
         )
     return found
-
-
-def _fill(parameter: Tensor, reader: CheckpointReader, source: str) -> None:
-    rows = local_part(parameter)
-    if len(rows):
-        reader.read_into(rows, source, first_row(parameter))
-        if not rows.isfinite().all():
-            raise ConfigError(
-                f"model.name={str(reader.folder)!r}: {source!r} has NaN or infinite values; the checkpoint is damaged"
-            )
