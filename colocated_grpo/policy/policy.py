@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -29,8 +29,9 @@ from colocated_grpo.policy.routing import LoadBalancing
 from colocated_grpo.runtime.distributed import World
 from colocated_grpo.settings.losses import LossConfig
 from colocated_grpo.settings.schema import Config
+from colocated_grpo.types import shallow
 
-Packed = TypeVar("Packed", bound=MicroBatch | PackedTokens | LossInputs)
+T = TypeVar("T")
 
 
 @compiler_errors_in_one_line()
@@ -246,21 +247,17 @@ class Policy:
         self.version = version
 
 
-def _on_device(data: Packed, device: torch.device) -> Packed:
-    """Return a copy with all tensors on the device, nested ones included. The copy is asynchronous."""
-    return replace(data, **{field.name: _moved(getattr(data, field.name), device) for field in fields(data)})
-
-
-def _moved(value: object, device: torch.device) -> Any:
-    if isinstance(value, PackedTokens | LossInputs):
-        return _on_device(value, device)
+def _on_device(value: T, device: torch.device) -> T:
+    """Return a copy of inputs with all tensors on the device, nested ones included. The copy is asynchronous."""
+    if isinstance(value, MicroBatch | PackedTokens | LossInputs):
+        return replace(value, **{name: _on_device(part, device) for name, part in shallow(value).items()})
     if isinstance(value, PrefixKeys | PackedRoutes):
-        return type(value)(*(_moved(item, device) for item in value))
+        return type(value)(*(_on_device(part, device) for part in value))
     if not isinstance(value, Tensor):
         return value
-    if device.type == "cuda" and value.device.type == "cpu":
-        value = value.pin_memory()  # from pageable memory the copy would first wait for all queued device work
-    return value.to(device, non_blocking=True)
+    # From pageable memory, the copy would first wait for all queued device work.
+    tensor: Any = value.pin_memory() if device.type == "cuda" and value.device.type == "cpu" else value
+    return tensor.to(device, non_blocking=True)
 
 
 Objective = Callable[[PackedLM, MicroBatch, Tensor | float], graphs.Result]
