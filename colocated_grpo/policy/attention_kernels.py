@@ -56,15 +56,8 @@ def attend_varlen(
     if size < query.shape[-1]:  # the kernel needs equal head sizes
         value = F.pad(value, (0, query.shape[-1] - size))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return flash_attention.packed_flash(query, key, value, sinks_H, *runs, scale, _left(window), min_run)[0][..., :size]
-
-
-def _left(window: int | None) -> int:
-    """Return FlashAttention 2's left window: the number of keys that a query sees before its own, -1 for all.
-
-    window: in tokens, including the query's own.
-    """
-    return -1 if window is None else window - 1
+    left = -1 if window is None else window - 1  # a window includes the query's own key
+    return flash_attention.packed_flash(query, key, value, sinks_H, *runs, scale, left, min_run)[0][..., :size]
 
 
 attend_fa4 = partial(attend_varlen, min_run=MIN_RUN_FOR_FA4)
