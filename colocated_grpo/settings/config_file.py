@@ -35,10 +35,9 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> Config:
 
 def read_config(path: str | Path, overrides: Sequence[str] = ()) -> LoadedConfig:
     """Return the settings and notes about them. overrides: command-line arguments, such as ["--policy.lr", "2e-6"]."""
-    path = _shipped(Path(path))
     location = SettingLocation(where="command line", on_command_line=True)
     given = [(key, parse_value(text), replace(location, text=text)) for key, text in parse_overrides(overrides)]
-    return _complete(*_read_file(path), path.parent, given, {})
+    return _complete(path, given, {})
 
 
 def build_config(
@@ -49,10 +48,7 @@ def build_config(
     defaults: top-level settings that replace the schema's defaults.
     """
     location = SettingLocation(where="argument", on_command_line=True)
-    file = Path() if path is None else _shipped(Path(path))
-    tree, locations = ({}, {}) if path is None else _read_file(file)
-    given = [(key, value, location) for key, value in settings.items()]
-    return _complete(tree, locations, file.parent, given, defaults)
+    return _complete(path, [(key, value, location) for key, value in settings.items()], defaults)
 
 
 def _shipped(path: Path) -> Path:
@@ -74,19 +70,19 @@ def _read_file(path: Path) -> tuple[SettingsTree, Locations]:
 
 
 def _complete(
-    tree: SettingsTree,
-    locations: Locations,
-    folder: Path,
+    path: str | Path | None,
     overrides: Sequence[tuple[KeyPath, object, SettingLocation]],
     defaults: Mapping[str, object],
 ) -> LoadedConfig:
-    """Apply the overrides, translate old names, fill in defaults and validate. Changes `tree` and `locations`."""
+    """Read the file, if any, apply the overrides, translate old names, fill in defaults and validate."""
+    file = Path() if path is None else _shipped(Path(path))
+    tree, locations = ({}, {}) if path is None else _read_file(file)
     for key, value, location in overrides:
         if key == MODEL_NAME[:1] and isinstance(value, str):
             key = MODEL_NAME
         assign(tree, key, copy_nested(value))  # translation changes `tree`
-        for path in [path for path in locations if path[: len(key)] == key]:
-            del locations[path]
+        for replaced in [other for other in locations if other[: len(key)] == key]:
+            del locations[replaced]
         locations[key] = location
     notes: list[str] = []
     if not tree.keys() <= Config.model_fields.keys():  # names of other trainers: only then their tables are read
@@ -97,7 +93,7 @@ def _complete(
         tree.setdefault(name, value)
     notes += _fill_in_defaults(tree)
     typed = frozenset(text for _, value, _ in overrides for text in _texts(value))
-    config = _validate(tree, locations, ConfigFolder(folder, typed))
+    config = _validate(tree, locations, ConfigFolder(file.parent, typed))
     rules.check(config)
     return LoadedConfig(config, notes + rules.remarks(config))
 
