@@ -20,7 +20,9 @@ def group_advantages(groups: Sequence[Rewards], config: AdvantageConfig) -> list
     Standard deviations are unbiased (n - 1), as in TRL. Raises ValueError on a NaN or infinite reward.
     """
     for index, rewards in enumerate(groups):
-        _check_finite(rewards, index)
+        for reward in _scored(rewards):
+            if not math.isfinite(reward):
+                raise ValueError(f"group {index} has reward {reward}: return a finite number, or None for no score")
     centred = [_centred(rewards, config.leave_one_out) for rewards in groups]
     if config.scale == "none":
         return centred
@@ -56,9 +58,3 @@ def _scored(rewards: Rewards) -> list[float]:
 def unbiased_std(values: Sequence[float]) -> float:
     """Return the unbiased (n - 1) standard deviation, as in TRL; 0 for fewer than two values."""
     return statistics.stdev(values) if len(values) > 1 else 0.0
-
-
-def _check_finite(rewards: Rewards, index: int) -> None:
-    for reward in _scored(rewards):
-        if not math.isfinite(reward):
-            raise ValueError(f"group {index} has reward {reward}: return a finite number, or None for no score")
