@@ -4,7 +4,6 @@ import gc
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -76,9 +75,10 @@ def train(run: Run) -> str:
                 return STOPPED
             batch = make_batch(run, step, groups)
             row = settled.metrics | batch_metrics(run, groups)
+            profiles = run.world.is_main and step == config.tracking.profile_step
             with (
                 run.choreography.training_phase(),
-                profiled(profile_folder(run, step)),
+                profiled(run.folder / "profile" if profiles else None),
                 out_of_memory_in_one_line(config.batch.max_tokens_per_micro_batch),
             ):
                 metrics = update(run, with_logprobs(run, batch), staleness_of(groups, run.policy.version))
@@ -244,11 +244,6 @@ def judge(run: Run, minibatch: Minibatch, metrics: Metrics, moved: float) -> Non
         if not run.policy.is_exact:
             raise
         raise RunError(f"{error}; {run.policy.first_difference(minibatch)}") from error
-
-
-def profile_folder(run: Run, step: int) -> Path | None:
-    wanted = run.world.is_main and step == run.config.tracking.profile_step
-    return run.folder / "profile" if wanted else None
 
 
 def throughput(run: Run, groups: list[Group], batch: Batch) -> dict[str, float]:
