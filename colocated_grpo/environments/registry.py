@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from colocated_grpo.environments.base import EnvironmentSetupError, Episode, Task
 from colocated_grpo.environments.user_code.loading import construct, load_object, unknown_name
-from colocated_grpo.errors import ConfigError
+from colocated_grpo.settings.errors import raise_on
 from colocated_grpo.settings.evaluation import EvaluationSetConfig
 from colocated_grpo.settings.sources import EnvironmentConfig
 from colocated_grpo.types import JsonObject
@@ -65,8 +65,7 @@ def check_names(environments: Iterable[EnvironmentConfig], sets: Iterable[Evalua
                     check_reward_name(reward.name, f"{key or f'environments {source.name!r}'}: rewards")
         except EnvironmentSetupError as error:
             lines.append(str(error))
-    if lines:
-        raise ConfigError(*lines)
+    raise_on(*lines)
 
 
 def check_name(kind: Kind, name: str, key: str = "environments") -> None:
