@@ -127,10 +127,12 @@ class _LinearLoss(torch.autograd.Function):
         for chunk in _chunks(len(hidden_NH), head.chunk_tokens):
             rows = targets_N[chunk], temperature_N[chunk]
             logits_CV = head.logits(hidden_NH[chunk], weight_VH, head.softcap)
-            logprobs_C, entropy_N[chunk], logsumexp_C = head.statistics(logits_CV, *rows)
-            part, grad_C = _value_and_gradient(loss_of, chunk, logprobs_C)
-            loss += part
-            logprobs_N[chunk] = logprobs_C
+            logprobs_N[chunk], entropy_N[chunk], logsumexp_C = head.statistics(logits_CV, *rows)
+            with torch.enable_grad():
+                logprobs_C = logprobs_N[chunk].detach().requires_grad_()
+                part = loss_of(chunk, logprobs_C)
+                (grad_C,) = torch.autograd.grad(part, logprobs_C)
+            loss += part.detach()
             gradients.add(chunk, logits_CV, (*rows, logsumexp_C, grad_C))
             del logits_CV
         ctx.save_for_backward(gradients.hidden_NH, gradients.weight())
@@ -143,16 +145,6 @@ class _LinearLoss(torch.autograd.Function):
         grad_hidden_NH, grad_weight_VH = ctx.saved_tensors
         of_weight = None if grad_weight_VH is None else grad_weight_VH * grad
         return grad_hidden_NH * grad, of_weight, None, None, None, None
-
-
-def _value_and_gradient(
-    loss_of: Callable[[slice, Tensor], Tensor], chunk: slice, logprobs_C: Tensor
-) -> tuple[Tensor, Tensor]:
-    with torch.enable_grad():
-        leaf_C = logprobs_C.detach().requires_grad_()
-        part = loss_of(chunk, leaf_C)
-        (grad_C,) = torch.autograd.grad(part, leaf_C)
-    return part.detach(), grad_C
 
 
 class _Gradients:
