@@ -63,7 +63,12 @@ def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_key
 
     This takes a few dozen small operations. Build the mask once per micro-batch and window, not in each layer.
     """
-    first_T, last_T = seen_keys(runs, window, num_queries)
+    query_T = torch.arange(num_queries, device=runs.cu_q.device, dtype=runs.cu_q.dtype)
+    run_T = torch.searchsorted(runs.cu_q[1:], query_T, right=True)
+    # The first and the last key that each query sees.
+    first_T, last_T = runs.cu_k[run_T], query_T + (runs.cu_k - runs.cu_q)[run_T + 1]
+    if window is not None:
+        first_T = torch.maximum(first_T, last_T - window + 1)
     # Padding after the last query sees no key.
     rows, columns = _list_sizes(num_queries, num_keys)
     padding = (0, rows * BLOCK - num_queries)
@@ -85,15 +90,6 @@ def block_mask(runs: kernels.Runs, window: int | None, num_queries: int, num_key
         mask_mod=sees,
         seq_lengths=(num_queries, num_keys),
     )
-
-
-def seen_keys(runs: kernels.Runs, window: int | None, num_queries: int) -> tuple[Tensor, Tensor]:
-    """Return the first and the last key, both [T], that each query sees."""
-    query_T = torch.arange(num_queries, device=runs.cu_q.device, dtype=runs.cu_q.dtype)
-    run_T = torch.searchsorted(runs.cu_q[1:], query_T, right=True)
-    last_T = query_T + (runs.cu_k - runs.cu_q)[run_T + 1]
-    first_T = runs.cu_k[run_T]
-    return first_T if window is None else torch.maximum(first_T, last_T - window + 1), last_T
 
 
 def _list_sizes(num_queries: int, num_keys: int) -> tuple[int, int]:
