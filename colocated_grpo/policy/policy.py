@@ -138,7 +138,6 @@ class Policy:
         found = ""
         for number, micro_batch in enumerate(minibatch.micro_batches):
             inputs, logprobs_N = micro_batch.loss_inputs, self.score(micro_batch).cpu()
-            assert inputs.sampling_logprobs_N is not None
             differing = torch.nonzero((logprobs_N != inputs.sampling_logprobs_N) & (inputs.loss_mask_N != 0))[:, 0]
             if not found and len(differing):
                 at = int(differing[0])
