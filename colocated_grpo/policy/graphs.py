@@ -214,8 +214,7 @@ class GraphedGradient:
     def __call__(self, micro_batch: MicroBatch, denominator: float) -> Result:
         """micro_batch: on the host."""
         self._restore_gradients()
-        tokens = with_own_keys(micro_batch.tokens)
-        micro_batch = replace(micro_batch, tokens=tokens)
+        micro_batch = replace(micro_batch, tokens=with_own_keys(micro_batch.tokens))
         shape = shape_for(micro_batch)
         is_new = shape not in self._graphs
         if not pays_off(self.model_parameters, self.blocks, shape.rows) or (is_new and len(self._graphs) == MAX_GRAPHS):
