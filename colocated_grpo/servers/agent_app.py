@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from fastapi import FastAPI, Request
+from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -16,9 +16,9 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.builtin import OPEN_CALL, read_calls
-from colocated_grpo.servers.app import CHAT, EVENT_STREAM, add_exception_handlers, cancel_on_disconnect, shape_of_bodies
+from colocated_grpo.servers.app import CHAT, EVENT_STREAM, cancel_on_disconnect, new_app, shape_of_bodies
 from colocated_grpo.servers.request_bodies import ChatBody
-from colocated_grpo.servers.responses import ChatFormat, models
+from colocated_grpo.servers.responses import ChatFormat
 from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, TextCodec, TooLong, before_stop
 from colocated_grpo.types import JsonObject
@@ -74,12 +74,7 @@ class EpisodeGate:
 def create_agent_app(episodes: OpenEpisodes, codec: TextCodec, model: str, stop: Sequence[str]) -> ASGIApp:
     """Return the application behind its guards. model: name shown to clients. stop: ends every completion."""
     max_tokens = codec.limits.max_tokens
-    app = FastAPI(title="colocated_grpo agents", docs_url=None, redoc_url=None, openapi_url=None)
-    add_exception_handlers(app)
-
-    @app.get("/v1/models")
-    async def get_models() -> JSONResponse:
-        return JSONResponse(models(model, max_tokens))
+    app = new_app("colocated_grpo agents", model, max_tokens)
 
     @app.post(CHAT)
     async def chat_completions(request: Request) -> Response:

@@ -50,10 +50,9 @@ def create_app(
 
     state: `EngineControl.state`. Bodies on large_paths may have up to max_body_bytes.
     """
-    app = FastAPI(title="colocated_grpo engine", docs_url=None, redoc_url=None, openapi_url=None)
-    # Atropos' clients do not log the text of an error response.
-    add_exception_handlers(app, RareNote(sampler.note))
     max_tokens = sampler.limits.max_tokens
+    # Atropos' clients do not log the text of an error response.
+    app = new_app("colocated_grpo engine", model, max_tokens, RareNote(sampler.note))
 
     @app.get("/health")
     @app.get("/health_generate")
@@ -62,10 +61,6 @@ def create_app(
         # no request is answered until a trainer has sent them.
         now = state()
         return JSONResponse({"status": now}, 503 if now == engine_control.NO_WEIGHTS else 200)
-
-    @app.get("/v1/models")
-    async def models() -> JSONResponse:
-        return JSONResponse(responses.models(model, max_tokens))
 
     _add_sampling_routes(app, sampler, model)
     add_routes(app)
@@ -83,8 +78,17 @@ def shape_of_bodies(max_tokens: int) -> BodyShape:
     return BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
 
 
-def add_exception_handlers(app: FastAPI, note: Callable[[str], None] = lambda line: None) -> None:
-    """Answer rejected requests with OpenAI's errors. note: logs a line about a POST with status 4xx."""
+def new_app(title: str, model: str, max_tokens: int, note: Callable[[str], None] = lambda line: None) -> FastAPI:
+    """Return an application that lists `model`, and answers rejected requests with OpenAI's errors.
+
+    max_tokens: context length. note: logs a line about a POST with status 4xx.
+    """
+    app = FastAPI(title=title, docs_url=None, redoc_url=None, openapi_url=None)
+    card = {"id": model, "object": "model", "created": 0, "owned_by": "colocated_grpo", "max_model_len": max_tokens}
+
+    @app.get("/v1/models")
+    async def models() -> JSONResponse:
+        return JSONResponse({"object": "list", "data": [card]})
 
     async def reject(request: Request, error: Exception) -> JSONResponse:
         if isinstance(error, HTTPException):
@@ -99,6 +103,7 @@ def add_exception_handlers(app: FastAPI, note: Callable[[str], None] = lambda li
 
     for kind in (HTTPException, RequestValidationError, *STATUSES):
         app.add_exception_handler(kind, reject)
+    return app
 
 
 def _add_sampling_routes(app: FastAPI, sampler: Sampler, model: str) -> None:

@@ -184,12 +184,6 @@ class ChatFormat(OpenAIFormat):
 Format = TokensFormat | OpenAIFormat
 
 
-def models(model: str, max_tokens: int) -> JsonObject:
-    """GET /v1/models"""
-    card = {"id": model, "object": "model", "created": 0, "owned_by": "colocated_grpo", "max_model_len": max_tokens}
-    return {"object": "list", "data": [card]}
-
-
 class ClosingStream(StreamingResponse):
     """A response sent line by line. `close` is called when it ends, for whatever reason."""
 
