@@ -110,8 +110,7 @@ class TaskTeacher(Teacher):
         """A failed score counts as 0."""
         seed, scorer = self.settings.seed + (split == "train"), TaskScorer(self.task)
         prompts = list(islice(encoded_prompts(self.task, self.tokenizer, seed, split), count))
-        answers = sample(model, self.tokenizer, [p.token_ids for p in prompts], self.settings.max_completion_tokens)
-        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        texts = sample(model, self.tokenizer, [p.token_ids for p in prompts], self.settings.max_completion_tokens)
         scores = [scorer.score(prompt, (), [text])[0] for prompt, text in zip(prompts, texts, strict=True)]
         return sum(score.reward or 0.0 for score in scores) / len(scores)
 
@@ -145,19 +144,15 @@ def supervised_batch(examples: Sequence[Example], pad_id: int, device: torch.dev
 @torch.no_grad()
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], max_tokens: int
-) -> list[list[int]]:
-    """Return one completion per prompt at temperature 1, including its end-of-sequence token if it has one."""
+) -> list[str]:
+    """Return the text of one completion per prompt, sampled at temperature 1."""
     # The tokenizer pads on the left: every completion starts in the same column.
     padded = tokenizer.pad({"input_ids": list(prompts)}, return_tensors="pt")
     # Causal language models inherit generate() from GenerationMixin, which PreTrainedModel does not declare.
     output = model.generate(  # pyrefly: ignore[not-callable]
         **padded.to(model.device), do_sample=True, temperature=1.0, top_k=0, max_new_tokens=max_tokens
     )
-    return [truncate_after(row, tokenizer.eos_token_id) for row in output[:, padded["input_ids"].shape[1] :].tolist()]
-
-
-def truncate_after(token_ids: list[int], end: int) -> list[int]:
-    return token_ids[: token_ids.index(end) + 1] if end in token_ids else token_ids
+    return tokenizer.batch_decode(output[:, padded["input_ids"].shape[1] :], skip_special_tokens=True)
 
 
 class EpisodeTeacher(Teacher):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -28,8 +29,8 @@ from colocated_grpo.tools.warm_start import (
     IGNORE_INDEX,
     TaskTeacher,
     WarmStart,
+    sample,
     supervised_batch,
-    truncate_after,
     warm_start,
     with_slips,
 )
@@ -181,9 +182,13 @@ def test_examples_of_different_lengths_are_padded_on_the_right_without_labels():
     assert batch["attention_mask"].tolist() == [[1] * 5, [1, 1, 1, 0, 0]]
 
 
-def test_tokens_after_the_end_of_a_turn_are_dropped():
-    assert truncate_after([7, 2, 0, 2], 2) == [7, 2]
-    assert truncate_after([7, 8], 2) == [7, 8]
+def test_sampled_texts_end_with_their_turn():
+    def generate(input_ids: torch.Tensor, **_options: object) -> torch.Tensor:
+        said = [[*TOKENIZER.encode("7"), TOKENIZER.eos_token_id, TOKENIZER.pad_token_id], TOKENIZER.encode("812")]
+        return torch.cat([input_ids, torch.tensor(said)], dim=1)
+
+    model = SimpleNamespace(generate=generate, device=torch.device("cpu"))
+    assert sample(model, TOKENIZER, [TOKENIZER.encode("3+4="), TOKENIZER.encode("=")], 3) == ["7", "812"]
 
 
 def test_slips_change_about_the_given_fraction_of_characters():
