@@ -13,12 +13,12 @@ from torch import Tensor
 
 from benchmarks.harness import config_of
 from benchmarks.learn_tasks import LearnTask
-from colocated_grpo.evaluation.evaluator import EvaluationSet
+from colocated_grpo.evaluation.evaluator import EvaluationSet, Evaluator
 from colocated_grpo.runtime.text_part import weight_files
 from colocated_grpo.servers.options import ModelSubject
 from colocated_grpo.settings.schema import Config
 from colocated_grpo.tools.evaluate import with_subject
-from colocated_grpo.tools.evaluation_run import Evaluation, prepare_evaluation
+from colocated_grpo.tools.evaluation_run import prepare_evaluation
 from colocated_grpo.types import JsonObject
 
 TEMPERATURES = {"sampled": 1.0, "greedy": 0.0}
@@ -37,14 +37,14 @@ def score_models(
     architecture. All get the same prompts. The seeds of completions depend only on the name, so a score does not depend
     on the other models.
     """
-    with prepare_evaluation(scoring_config(start, tasks, prompts), None) as evaluation:
-        sets = {each.name.removeprefix("eval/"): each for each in evaluation.evaluator.due(0)}
+    with prepare_evaluation(scoring_config(start, tasks, prompts), None) as (evaluator, engine):
+        sets = {each.name.removeprefix("eval/"): each for each in evaluator.due(0)}
         for task in tasks:
-            yield task.name, _score(evaluation, sets, task, task.name)
+            yield task.name, _score(evaluator, sets, task, task.name)
         for name, (folder, task) in models.items():
-            evaluation.engine.load_weights(_tensors(folder))
-            evaluation.engine.weights_changed(0)
-            yield name, _score(evaluation, sets, task, name)
+            engine.load_weights(_tensors(folder))
+            engine.weights_changed(0)
+            yield name, _score(evaluator, sets, task, name)
 
 
 def scoring_config(start: Path, tasks: Sequence[LearnTask], prompts: int) -> Config:
@@ -73,12 +73,12 @@ def _set_name(task: LearnTask, sampling: str) -> str:
     return f"{task.name.replace(':', '.')}-{sampling}"
 
 
-def _score(evaluation: Evaluation, sets: Mapping[str, EvaluationSet], task: LearnTask, name: str) -> JsonObject:
+def _score(evaluator: Evaluator, sets: Mapping[str, EvaluationSet], task: LearnTask, name: str) -> JsonObject:
     scores = {}
     for sampling in TEMPERATURES:
         each = sets[_set_name(task, sampling)]
         each = replace(each, sampling=replace(each.sampling, max_tokens=task.max_completion))
-        metrics, groups = evaluation.evaluator.evaluate(crc32(name.encode()), each)
+        metrics, groups = evaluator.evaluate(crc32(name.encode()), each)
         shown = {key: metrics[f"{each.name}/{key}"] for key in SHOWN if f"{each.name}/{key}" in metrics}
         examples = [(group.prompt.text, group.rollouts[0].text) for group in groups[:3]]
         scores[sampling] = {**shown, "prompts": len(groups), "examples": examples}

@@ -50,9 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with program.frozen_imports():
             from colocated_grpo.tools.evaluation_run import evaluate, prepare_evaluation
 
-        with prepare_evaluation(config, subject.adapter) as prepared:
-            results = evaluate(prepared)
-        if results is not None:  # on rank 0
+        with prepare_evaluation(config, subject.adapter) as (evaluator, _):
+            results = evaluate(evaluator)
+        if os.environ["RANK"] == "0":
             print_results(options.model, results)
             if options.output is not None:
                 text = json.dumps({"model": options.model, "evaluations": results}, indent=1)

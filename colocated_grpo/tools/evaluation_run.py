@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from pathlib import Path
 
@@ -21,20 +21,11 @@ from colocated_grpo.tracking import files, records
 from colocated_grpo.types import JsonObject
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
-    """An awake engine with the model's weights, and the evaluator that samples with it."""
-
-    evaluator: Evaluator
-    engine: VLLMEngine
-    world: distributed.World
-
-
-def evaluate(prepared: Evaluation) -> JsonObject | None:
-    """Run all evaluations. Returns results by set on rank 0, None elsewhere. Collective."""
+def evaluate(evaluator: Evaluator) -> JsonObject:
+    """Run all evaluations, and return the results by set. Collective."""
     results: JsonObject = {}
-    for each in prepared.evaluator.due(0):
-        metrics, groups = prepared.evaluator.evaluate(0, each)
+    for each in evaluator.due(0):
+        metrics, groups = evaluator.evaluate(0, each)
         results[each.name] = {
             "prompts": len(groups),
             "samples": each.samples,
@@ -45,12 +36,12 @@ def evaluate(prepared: Evaluation) -> JsonObject | None:
                 for sample in range(len(group.rollouts))
             ],
         }
-    return results if prepared.world.is_main else None
+    return results
 
 
 @contextmanager
-def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evaluation]:
-    """Start the engine and read all prompts. Collective. Raises ConfigError or RunError. config: of `with_subject`."""
+def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[tuple[Evaluator, VLLMEngine]]:
+    """Read all prompts, and start the engine. Collective. Raises ConfigError or RunError. config: of `with_subject`."""
     joined = joining.join()
     world, stop = distributed.init_world(joined.store), joined.stop
     stop.listen()
@@ -74,7 +65,7 @@ def prepare_evaluation(config: Config, adapter: Path | None) -> Generator[Evalua
     inbox = Inbox()
     collector = build_collector(config, Driver(engine, inbox), inbox, data, model, site)
     try:
-        yield Evaluation(evaluator=Evaluator(data.sets, collector, world), engine=engine, world=world)
+        yield Evaluator(data.sets, collector, world), engine
     except Stopped:
         raise RunError("stopped by a signal") from None
     site.resources.close()
