@@ -255,28 +255,20 @@ def evaluation_sets(
     if not datasets:
         raise ConfigError(f"{sources.EVAL_DATASETS}={{}}: must have an entry, or be left out")
     shared = entry.model_dump(mode="json", include=_SHARED)
-    sets = [
-        {
-            "name": str(name),
-            "source": {"type": "dataset", "name": _rows_of(name, rows, by_name), **shared},
-            "samples": evaluation.samples_per_prompt,
-            "temperature": evaluation.temperature,
-        }
-        for name, rows in datasets.items()
-    ]
-    settings: Settings = {("evaluation", "sets"): [*(each.model_dump(mode="json") for each in evaluation.sets), *sets]}
+    common = {"samples": evaluation.samples_per_prompt, "temperature": evaluation.temperature}
+    sets = [each.model_dump(mode="json") for each in evaluation.sets]
+    for name, rows in datasets.items():
+        key = f"{sources.EVAL_DATASETS}[{name}]"
+        if objects.is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
+            rule = f"must be rows or a file ({', '.join(sources.DATA_SUFFIXES)})"
+            advice = "write a dataset of the Hub in evaluation.sets, with its split"
+            raise ConfigError(f"{key}={str(rows)!r}: {rule}; {advice}")
+        source = {"type": "dataset", "name": objects.take_rows(rows, key, key, by_name), **shared}
+        sets.append({"name": str(name), "source": source, **common})
+    settings: Settings = {("evaluation", "sets"): sets}
     if entry.held_out is None and entry.eval_split is None:
         settings["environments", 0, "held_out"] = 0
     return settings
-
-
-def _rows_of(name: object, rows: object, by_name: objects.ObjectsByName) -> str:
-    """Return `rows` if it is the name of a file, else a name that refers to the rows."""
-    key = f"{sources.EVAL_DATASETS}[{name}]"
-    if objects.is_name(rows) and Path(rows).suffix.lower() not in sources.DATA_SUFFIXES:
-        advice = "write a dataset of the Hub in evaluation.sets, with its split"
-        raise ConfigError(f"{key}={str(rows)!r}: must be rows or a file ({', '.join(sources.DATA_SUFFIXES)}); {advice}")
-    return objects.take_rows(rows, key, key, by_name)
 
 
 def take_epochs(settings: Settings, default: float | None) -> tuple[float, bool] | None:
