@@ -328,8 +328,11 @@ class EngineServers:
 
     def __exit__(self, *_exception: object) -> None:
         self._closing = True
-        trees = [process for server in self._processes for process in _tree(server.pid)]
+        trees: list[psutil.Process] = []
         for server in self._processes:
+            with suppress(psutil.NoSuchProcess):
+                process = psutil.Process(server.pid)
+                trees += [process, *process.children(recursive=True)]
             server.terminate()
         _, alive = psutil.wait_procs(trees, timeout=END_SECONDS)
         for process in alive:
@@ -338,10 +341,3 @@ class EngineServers:
         psutil.wait_procs(alive, timeout=KILL_SECONDS)
         for server in self._processes:
             server.wait()
-
-
-def _tree(pid: int) -> list[psutil.Process]:
-    with suppress(psutil.NoSuchProcess):
-        process = psutil.Process(pid)
-        return [process, *process.children(recursive=True)]
-    return []
