@@ -141,14 +141,8 @@ def _size_arguments(shape: Shape) -> dict[str, object]:
     return sizes
 
 
-def check_absent(out: Path) -> None:
-    if out.exists():
-        raise FileExistsError(f"{out}: already exists; choose another folder")
-
-
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, out: Path) -> None:
-    """Write a folder that vLLM loads offline, renamed into place when complete. Raises FileExistsError."""
-    check_absent(out)
+    """Write a folder that vLLM loads offline, renamed into place when complete."""
     partial = out.with_name(f"{out.name}.partial-{os.getpid()}")
     try:
         model.save_pretrained(partial)
@@ -215,7 +209,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     disable_progress_bar()
     shape = replace(SHAPES[options.shape], **{name: getattr(options, name) for name in OVERRIDES if name in options})
     try:
-        check_absent(options.out)
+        if options.out.exists():
+            raise FileExistsError(f"{options.out}: already exists; choose another folder")
         check_writable("OUT", options.out)
         tokenizer = build_char_tokenizer(shape.vocab, shape.max_positions)
         dtype = getattr(torch, options.dtype)
