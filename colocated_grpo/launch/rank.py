@@ -13,7 +13,7 @@ from colocated_grpo.errors import RunError
 from colocated_grpo.runtime import distributed, run_folder, user_code, verdict
 from colocated_grpo.runtime.joining import Joined
 from colocated_grpo.settings.base import SAVED
-from colocated_grpo.settings.schema import Config, PolicyConfig, RolloutConfig
+from colocated_grpo.settings.schema import Config, PolicyConfig
 from colocated_grpo.settings.sources import AgentSourceConfig, EpisodeSourceConfig
 from colocated_grpo.tracking.ending import RunOutput
 from colocated_grpo.trainer import settle_garbage_collector, train
@@ -76,17 +76,12 @@ def start_rank(config: Config, joined: Joined, output: RunOutput) -> RankProcess
     """Build the process group of the ranks. Does not change the handlers of stop signals. Collective."""
     if config.deterministic:
         distributed.use_deterministic_kernels()
-    with output.phase("connecting the ranks"):
-        return RankProcess(joined, *user_code_limit(config.rollout, config.sources), config.policy)
-
-
-def user_code_limit(rollout: RolloutConfig, sources: Sequence[object]) -> tuple[float, str]:
-    """Return the maximum seconds that user code may block a rank, and the responsible setting, for error lines."""
-    limits = {"rollout.reward_timeout": rollout.reward_timeout}
-    if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in sources):
-        limits["rollout.tool_timeout"] = rollout.tool_timeout
+    limits = {"rollout.reward_timeout": config.rollout.reward_timeout}
+    if any(isinstance(entry, EpisodeSourceConfig | AgentSourceConfig) for entry in config.sources):
+        limits["rollout.tool_timeout"] = config.rollout.tool_timeout
     name = max(limits, key=lambda name: limits[name])
-    return limits[name], f"{name}={limits[name]:g}"
+    with output.phase("connecting the ranks"):
+        return RankProcess(joined, limits[name], f"{name}={limits[name]:g}", config.policy)
 
 
 def missing_space(config: Config, world: distributed.World) -> Iterator[str]:
