@@ -53,7 +53,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with prepare_evaluation(config, subject.adapter) as (evaluator, _):
             results = evaluate(evaluator)
         if os.environ["RANK"] == "0":
-            print_results(options.model, results)
+            print(options.model)
+            for name, result in results.items():
+                print(f"\n{name}: {result['prompts']} prompts x {result['samples']} completions")
+                metrics = {key.removeprefix(f"{name}/"): value for key, value in result["metrics"].items()}
+                for key in (key for key in metrics if not key.endswith(STDERR)):
+                    print(f"  {key:<18} {figure(metrics, key)}")
             if options.output is not None:
                 text = json.dumps({"model": options.model, "evaluations": results}, indent=1)
                 options.output.write_text(text, encoding="utf-8")
@@ -85,16 +90,6 @@ def settings(subject: ModelSubject, file: str | None, overrides: Sequence[str]) 
     config = config.with_values("evaluation", sets=sets, every=0 if sets else 1)
     rules.check_world(config, int(os.environ["WORLD_SIZE"]))
     return inputs.check_inputs(config)[0]
-
-
-def print_results(model: str, results: JsonObject) -> None:
-    """Print a line for each metric, with its standard error."""
-    print(model)
-    for name, result in results.items():
-        metrics = {key.removeprefix(f"{name}/"): value for key, value in result["metrics"].items()}
-        print(f"\n{name}: {result['prompts']} prompts x {result['samples']} completions")
-        for key in (key for key in metrics if not key.endswith(STDERR)):
-            print(f"  {key:<18} {figure(metrics, key)}")
 
 
 if __name__ == "__main__":
