@@ -16,18 +16,15 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.builtin import OPEN_CALL, read_calls
-from colocated_grpo.servers.app import CHAT, EVENT_STREAM, cancel_on_disconnect, new_app, shape_of_bodies
+from colocated_grpo.servers.app import CHAT, EVENT_STREAM, cancel_on_disconnect, limited, new_app
 from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat
 from colocated_grpo.servers.sampler import CompletionPart
 from colocated_grpo.servers.text import InvalidRequest, TextCodec, TooLong, before_stop
 from colocated_grpo.types import JsonObject
-from colocated_grpo.web.bodies import BodyLimit, read_json
-from colocated_grpo.web.server import ConcurrencyLimit, OwnRequests, ServerThread, error_response, key_in
+from colocated_grpo.web.bodies import read_json
+from colocated_grpo.web.server import OwnRequests, ServerThread, error_response, key_in
 
-MAX_BODY_BYTES = 8 << 20
-MAX_REQUESTS = 4096
-"""Maximum requests in flight, over all episodes of the rank."""
 HOST = "127.0.0.1"
 EPISODE = "episode"
 """Key of the open episode in the ASGI scope."""
@@ -105,9 +102,7 @@ def create_agent_app(episodes: OpenEpisodes, codec: TextCodec, model: str, stop:
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
         return Response("".join([*events, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
-    shape = shape_of_bodies(max_tokens)
-    limited = BodyLimit(ConcurrencyLimit(app, MAX_REQUESTS, ()), MAX_BODY_BYTES, shape, {CHAT})
-    return OwnRequests(EpisodeGate(limited, episodes), None)
+    return OwnRequests(EpisodeGate(limited(app, max_tokens, {CHAT}), episodes), None)
 
 
 def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:

@@ -25,6 +25,8 @@ COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 SAMPLING_PATHS = frozenset({GENERATE, TOKENS, COMPLETIONS, CHAT})
 MAX_VALUES, MAX_CONTAINERS, MAX_STRINGS, MAX_DEPTH = 1 << 20, 1 << 16, 1 << 16, 64
 """Bounds of a request body: values (256 prompts of 4,096 tokens), containers, strings and keys, nesting (tools)."""
+MAX_BYTES, MAX_REQUESTS = 8 << 20, 4096
+"""Bytes of a request body, and requests in flight, of servers that have no settings for them."""
 
 
 class ClientDisconnected(Exception):
@@ -40,8 +42,8 @@ def create_app(
     *,
     hosts: Hosts,
     api_key: str | None,
-    max_body_bytes: int,
-    max_requests: int,
+    max_body_bytes: int = MAX_BYTES,
+    max_requests: int = MAX_REQUESTS,
     state: Callable[[], str] = lambda: engine_control.SERVING,
     add_routes: Callable[[FastAPI], None] = lambda app: None,
     large_paths: Collection[str] = (),
@@ -64,18 +66,19 @@ def create_app(
 
     _add_sampling_routes(app, sampler, model)
     add_routes(app)
-    shape = shape_of_bodies(max_tokens)
-    # A request counts once its body has arrived: unfinished bodies must not keep others out.
-    bounded = ConcurrencyLimit(app, max_requests, PUBLIC_PATHS)
-    limited = BodyLimit(bounded, max_body_bytes, shape, SAMPLING_PATHS.union(large_paths))
+    guarded = limited(app, max_tokens, SAMPLING_PATHS.union(large_paths), max_body_bytes, max_requests)
     if api_key is None:
-        return OwnRequests(limited, hosts)
-    return OwnRequests(RequireApiKey(limited, api_key, PUBLIC_PATHS), None)
+        return OwnRequests(guarded, hosts)
+    return OwnRequests(RequireApiKey(guarded, api_key, PUBLIC_PATHS), None)
 
 
-def shape_of_bodies(max_tokens: int) -> BodyShape:
-    """Return the bounds of request bodies. max_tokens: context length."""
-    return BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+def limited(
+    app: ASGIApp, max_tokens: int, paths: Collection[str], max_bytes: int = MAX_BYTES, max_requests: int = MAX_REQUESTS
+) -> ASGIApp:
+    """Return the application behind its limits. max_tokens: context length. paths: those of large bodies."""
+    shape = BodyShape(values=MAX_VALUES + max_tokens, containers=MAX_CONTAINERS, strings=MAX_STRINGS, depth=MAX_DEPTH)
+    # A request counts once its body has arrived: unfinished bodies must not keep others out.
+    return BodyLimit(ConcurrencyLimit(app, max_requests, PUBLIC_PATHS), max_bytes, shape, paths)
 
 
 def new_app(title: str, model: str, max_tokens: int, note: Callable[[str], None] = lambda line: None) -> FastAPI:

@@ -27,8 +27,6 @@ from colocated_grpo.types import JsonObject
 from colocated_grpo.web.server import Hosts, ServerThread
 from colocated_grpo.weights.plan import checkpoint_shapes, verified_plan
 
-MAX_BODY_BYTES = 8 << 20
-MAX_REQUESTS = 4096
 BASE_PREFIX = "model"
 """Prefix of the base model in checkpoint names."""
 IDLE_LIMIT = timedelta(days=3650)
@@ -141,8 +139,6 @@ def _lead(
         options.model,
         hosts=Hosts(options.host, options.allow_host),
         api_key=os.environ[options.api_key_variable] if options.api_key_variable else None,
-        max_body_bytes=MAX_BODY_BYTES,
-        max_requests=MAX_REQUESTS,
         state=lambda: control.state,
         add_routes=add_routes,
         large_paths=engine_routes.LARGE_PATHS,

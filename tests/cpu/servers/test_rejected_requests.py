@@ -17,8 +17,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.responses import Response
+from starlette.types import ASGIApp
 
-from colocated_grpo.servers.app import shape_of_bodies
+from colocated_grpo.servers.app import limited
 from colocated_grpo.servers.request_bodies import (
     SAMPLED,
     ChatBody,
@@ -27,7 +28,7 @@ from colocated_grpo.servers.request_bodies import (
     SamplingParameters,
     TokensBody,
 )
-from colocated_grpo.web.bodies import BUFFERED_BODIES, BodyLimit
+from colocated_grpo.web.bodies import BUFFERED_BODIES
 from tests.support.engine_server import GENERATE, JSON_TYPE, MAX_BODY_BYTES, MAX_TOKENS, MODEL, EngineServer
 from tests.support.fakes import VOCABULARY
 from tests.support.servers import until
@@ -172,7 +173,7 @@ def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatc
     size, part = 1 << 20, 1 << 18
     arrived: list[object] = []
 
-    async def post(limit: BodyLimit, *lengths: int) -> int:
+    async def post(limit: ASGIApp, *lengths: int) -> int:
         messages = [{"type": "http.request", "body": b" " * length, "more_body": True} for length in lengths]
         messages[-1]["more_body"] = False
         statuses = []
@@ -194,7 +195,7 @@ def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatc
             await served.wait()
             await Response()(scope, receive, send)
 
-        limit = BodyLimit(app, size, shape_of_bodies(16), {"/"})
+        limit = limited(app, 16, {"/"}, size)
         found = []
         for others, last in ([(size,)] * 3 + [(size - part,)], (part, 1)), ([(size,)] * 4, (part,)):
             served.clear()

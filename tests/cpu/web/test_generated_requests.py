@@ -17,7 +17,7 @@ import pytest
 from fastapi import FastAPI, Request
 from fastapi.responses import Response
 
-from colocated_grpo.servers.app import add_exception_handlers
+from colocated_grpo.servers.app import new_app
 from colocated_grpo.servers.request_bodies import StrictBody
 from colocated_grpo.settings.atropos import ServerConfig
 from colocated_grpo.web.bodies import BUFFERED_BODIES, read_json
@@ -56,8 +56,7 @@ class Faulty:
         self.thread = ServerThread(self.app(), "127.0.0.1", [0])
 
     def app(self) -> FastAPI:
-        app = FastAPI()
-        add_exception_handlers(app)
+        app = new_app("faulty", "model", max_tokens=16)
 
         @app.get("/health")
         async def health() -> Response:
