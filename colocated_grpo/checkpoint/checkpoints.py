@@ -160,7 +160,11 @@ class Checkpoints:
             _check_loadable(saved, metadata, tensors)
             reader = storage.LayoutReader(saved.folder, metadata)
             dcp.load(tensors, storage_reader=reader, process_group=self.world.checkpoints)
-        _restore_numbers(policy, tensors, self.world)
+        suffix = f".rank{self.world.shard}of{self.world.num_shards}"
+        for name, state in policy.optimizer_states().items():
+            for key, value in state.items():
+                if not isinstance(value, Tensor):  # a plain number; tensors were loaded in place
+                    state[key] = type(value)(tensors[f"optimizer.{name}.{key}{suffix}"].item())
         policy.resume_at(saved.policy_version)
         return saved.step, saved.state
 
@@ -227,11 +231,3 @@ def _replace_state(folder: Path, state: JsonObject) -> bool:
         storage.write_durably(new, sealed(text))
         new.replace(folder / run_folder.STATE_FILE)
     return True
-
-
-def _restore_numbers(policy: Policy, loaded: dict[str, Tensor], world: World) -> None:
-    """Copy loaded plain numbers into the optimizer's state. Tensors were loaded in place."""
-    for name, state in policy.optimizer_states().items():
-        for key, value in state.items():
-            if not isinstance(value, Tensor):
-                state[key] = type(value)(loaded[f"optimizer.{name}.{key}.rank{world.shard}of{world.num_shards}"].item())
