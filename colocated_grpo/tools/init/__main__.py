@@ -146,14 +146,9 @@ def _section(section: Sequence[Setting], indent: str) -> list[str]:
 
 def _lines(setting: Setting, indent: str) -> list[str]:
     comment = [f"{indent}# {line}" for line in textwrap.wrap(setting.why, WIDTH - len(indent))]
-    return [*comment, f"{indent}{setting.key}: {_scalar(setting.value)}"]
-
-
-def _scalar(value: object) -> str:
-    if isinstance(value, float):
-        return f"{value:g}"
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
-    return text.removesuffix("...\n").strip()
+    text = yaml.safe_dump(setting.value, default_flow_style=True, width=10**6, allow_unicode=True, sort_keys=False)
+    text = f"{setting.value:g}" if isinstance(setting.value, float) else text.removesuffix("...\n").strip()
+    return [*comment, f"{indent}{setting.key}: {text}"]
 
 
 def _beside(name: str, folder: Path) -> str:
