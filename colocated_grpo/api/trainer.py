@@ -135,8 +135,7 @@ class Trainer(TrainedModel):
         theirs = sys.modules.get("transformers.trainer_callback")  # imported if this is a TrainerCallback
         if theirs is not None and isinstance(callback, theirs.TrainerCallback):
             callback = FollowingCallback(callback, self, theirs)
-            if unavailable := callback.unavailable():
-                unused = ", ".join(unavailable)
+            if unused := ", ".join(callback.unavailable()):
                 note = f"callback {callback.callback_name}: here these are never called, or None: {unused}"
                 self._loaded.notes.append(note)
         self._callbacks.append(callback)
