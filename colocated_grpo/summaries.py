@@ -11,7 +11,8 @@ from colocated_grpo.types import CUT_REASONS, STDERR, Group, Rollout
 def rollout_metrics(groups: Sequence[Group], policy_version: int) -> dict[str, float]:
     """Rewards, lengths and staleness of one training batch. policy_version: version of the weights to be trained."""
     rollouts = _rollouts(groups)
-    ages = [(policy_version - version, tokens) for rollout in rollouts for version, tokens in _versions(rollout)]
+    sequences = [one for rollout in rollouts for one in rollout.sequences]
+    ages = [(policy_version - version, tokens) for one in sequences for version, tokens in _versions(one)]
     num_tokens = sum(tokens for _, tokens in ages) or 1
     lengths = [rollout.completion_tokens for rollout in rollouts]
     row = {

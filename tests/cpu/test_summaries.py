@@ -173,3 +173,13 @@ def test_sequences_of_an_episode_are_counted_where_one_has_several():
     row = rollout_metrics([split], policy_version=0)
     assert (row["sequences"], row["completion_tokens"], row["completion_tokens/max"]) == (2.0, 3.5, 6)
     assert "sequences" not in rollout_metrics(groups(), policy_version=2)
+
+
+def test_staleness_counts_every_sequence_of_an_episode():
+    """An agent's later sequences may be sampled with newer weights than its first."""
+    newer = replace(rollout_of([1], [2, 2, 2]), policy_version=1, newer_versions=[(2, 2)])
+    split = replace(rollout_of([1, 2], [3]), policy_version=0, further=[newer])
+    row = rollout_metrics([group_of(0, [split])], policy_version=2)
+    assert row["staleness"] == (2 * 1 + 1 * 1 + 0 * 2) / 4
+    assert row["staleness/tokens"] == 0.5
+    assert row["staleness/max"] == 2
