@@ -174,7 +174,10 @@ class PartialSupply(Supply):
         saved = [[_from_json(group, limit) for group in part] for part in state.get(PENDING, [])]
         if len(saved) != engines:
             groups = sorted((group for part in saved for group in part), key=lambda group: group.prompt.index)
-            saved = [groups[engine::engines] for engine in range(engines)]
+            per_step = self.prompts.config.prompts_per_step
+            saved = [[] for _ in range(engines)]  # in the shares of a step, or the last step would leave some
+            for place, group in enumerate(groups):
+                saved[place % per_step % engines].append(group)
         self._pending, self._sizes = saved[self.place.engine], [len(part) for part in saved]
         self.prompts.load_state_dict({**state, PENDING: []})
 

@@ -161,6 +161,22 @@ def test_engines_with_unequal_shares_train_every_prompt_once():
     assert sorted(group.prompt.index for groups in steps for group in groups) == list(range(UNEVEN * STEPS))
 
 
+def resumed_on_two_ranks(world: World, state: str, first_step: int, wanted: int) -> list[list[Group]]:
+    run = Run(world, PartialConfig(oversample=3), wanted=wanted)
+    run.supply.load_state_dict(json.loads(state))
+    return list(run.steps(first_step))
+
+
+def test_groups_that_are_dealt_anew_in_the_last_steps_are_all_trained():
+    first, wanted = STEPS - 2, 5
+    run = Run(single_rank_world(), PartialConfig(oversample=3), wanted=wanted)
+    steps = list(run.steps(0, first))
+    state = json.dumps(run.supply.state_dict())
+    assert len(json.loads(state)["pending"][0]) == 2 * wanted, "all that the last two steps train"
+    steps += run_on_ranks(resumed_on_two_ranks, 2, state, first, wanted)[0]
+    assert sorted(group.prompt.index for groups in steps for group in groups) == list(range(wanted * STEPS))
+
+
 @pytest.mark.parametrize("changed", [{"oversample": 1.5, "max_age": 1}, {"oversample": 1, "max_age": 3}])
 def test_a_run_resumed_with_other_settings_trains_the_groups_that_it_has(changed):
     run = partial_run(oversample=4, max_age=3)
