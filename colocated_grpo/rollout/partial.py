@@ -15,6 +15,7 @@ trained as often as others.
 
 import json
 import time
+from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -109,11 +110,12 @@ class PartialSupply(Supply):
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
         collector, sampling = self.prompts.collector, self.prompts.sampling
-        self._begin_conversations(step, groups)
+        begin = self._conversations(step, groups)
         batch = PartialBatch(groups, collector.driver, sampling, collector.seed)
         batch.include(self._scored)
         calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
         while not batch.may_end(wanted, step, self.config.max_age):
+            begin()
             calls |= self._score(batch, batch.advance())
             collector.episodes.settle(idle=not collector.driver.running)
             batch.include(self._scored)
@@ -135,14 +137,24 @@ class PartialSupply(Supply):
         kept = [tokens for one in unfinished if (tokens := len(one.token_ids))]
         return _Sampled(trained, len(kept) + collector.episodes.running, sum(kept))
 
-    def _begin_conversations(self, step: int, groups: Sequence[Pending]) -> None:
-        """Begin those that do not run yet: all that were drawn now, and after a resume also those of the checkpoint."""
+    def _conversations(self, step: int, groups: Sequence[Pending]) -> Callable[[], None]:
+        """Return a function that begins those that do not run yet, while fewer run than the engine decodes at once.
+
+        All turns are queued in order of arrival, so if all began at once, all would end at about the same time.
+        """
+        collector, sampling = self.prompts.collector, self.prompts.sampling
         new = [group.prompt for group in groups if not group.completions and group.prompt.index not in self._begun]
-        size, sampling = self.prompts.config.group_size, self.prompts.sampling
+        size = self.prompts.config.group_size
         job = Job(name=f"train/{step}", prompts=new, group_size=size, sampling=sampling)
-        for place, prompt in enumerate(new):
-            self._begun.add(prompt.index)
-            self.prompts.collector.episodes.start(job, place, partial(self._store, prompt))
+        places = deque(range(len(new)))
+
+        def begin() -> None:
+            while places and collector.episodes.running < collector.driver.max_num_seqs:
+                prompt = new[place := places.popleft()]
+                self._begun.add(prompt.index)
+                collector.episodes.start(job, place, partial(self._store, prompt))
+
+        return begin
 
     def _store(self, prompt: Prompt, rollouts: list[Rollout]) -> None:
         self._scored[prompt.index] = Group(prompt=prompt, rollouts=rollouts)

@@ -125,6 +125,18 @@ def test_completions_are_interrupted_and_messages_are_not():
     run.collector.close()
 
 
+def test_a_step_ends_early_with_more_conversations_than_the_engine_decodes_at_once():
+    talk = Talk(slow=set())
+    run = run_of(talk, steps=4, oversample=4, max_age=3)
+    run.engine.max_num_seqs = 2
+    steps = [run.step(0)]
+    assert len(talk.played) < 4 * WANTED * GROUP, "the others begin in later steps"
+    steps += [run.step(step) for step in range(1, 4)]
+    assert sorted(index for groups in steps for index in indices(groups)) == list(range(4 * WANTED))
+    assert versions(steps[-1][-1].rollouts[0])[0] > 0
+    run.collector.close()
+
+
 def test_a_resumed_run_plays_unfinished_conversations_again():
     talk = Talk(slow={0})
     first = run_of(talk)
