@@ -5,8 +5,8 @@ are complete, its other requests are interrupted. Their tokens are kept on the h
 with its own weights. The groups of an engine stay with it, and each engine decides alone when its step ends. So no rank
 waits for another while it samples, and a resumed run repeats the uninterrupted one.
 
-Of a conversation, a step finishes the message that is being sampled. The conversation goes on in the next step, and its
-tools while the policy trains. It is not part of a checkpoint: a resumed run plays it again.
+Of a conversation, a step finishes the message that is being sampled. The next step samples the next message; tools run
+while the policy trains. Conversations are not part of a checkpoint: a resumed run plays them again.
 
 Every drawn prompt is trained once: complete groups are trained in the order in which they were drawn, a step waits for
 groups that have reached `max_age`, and the last steps draw fewer prompts. Prompts with long completions are thus
@@ -53,11 +53,13 @@ class Pending:
 
 
 class _Sampled(NamedTuple):
-    """Groups that one rank sampled in a step, and the number and tokens of completions that it keeps."""
+    """Groups that one rank sampled in a step, and what it keeps."""
 
     groups: list[Group]
     kept: int = 0
+    """Unfinished completions and conversations."""
     kept_tokens: int = 0
+    """Tokens of these completions."""
 
 
 @dataclass(eq=False)
@@ -81,7 +83,7 @@ class PartialSupply(Supply):
         self._scored: dict[int, Group] = {}
         """Complete groups that are not trained yet, by prompt index."""
         self._begun: set[int] = set()
-        """Prompt indices of the conversations of these groups."""
+        """Prompt indices of the conversations that have begun and are not trained yet."""
         self._metrics: dict[str, float] = {}
 
     def order(self, step: int) -> Order:

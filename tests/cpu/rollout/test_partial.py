@@ -188,6 +188,20 @@ def test_a_run_resumed_with_other_settings_trains_the_groups_that_it_has(changed
     assert resumed.metrics["partial/completions"] == 0
 
 
+def test_after_max_age_steps_at_oversample_1_no_group_waits():
+    """Complete groups wait too, and `partial/completions` does not count them."""
+    run = partial_run(oversample=4, max_age=3)
+    list(run.steps(0, 2))
+    resumed = partial_run(oversample=1, max_age=3)
+    resumed.supply.load_state_dict(json.loads(json.dumps(run.supply.state_dict())))
+    kept = []
+    for step in range(2, 2 + 3):
+        resumed.step(step)
+        kept.append((len(resumed.supply.state_dict()["pending"][0]), resumed.metrics["partial/completions"]))
+    assert kept[-1] == (0, 0)
+    assert any(groups and not completions for groups, completions in kept)
+
+
 def test_a_lower_limit_in_a_resumed_run_ends_completions_that_are_longer():
     run = partial_run(oversample=2)
     list(run.steps(0, 2))
