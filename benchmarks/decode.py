@@ -142,7 +142,7 @@ def decode(engine: LocalEngine, options: argparse.Namespace, sequences: int, wor
 
 
 def sampled_by(engine: LocalEngine) -> float:
-    """Interrupt all sequences, and return how many tokens each has sampled."""
+    """Return how many tokens each sequence has sampled, and abort all."""
     completions = [completion for _, completion in engine.sampled()]
     engine.abort()
     return sum(len(completion.token_ids) for completion in completions) / len(completions)

@@ -40,7 +40,7 @@ class Sums(Procedural):
 
 
 class Counting(Procedural):
-    """Count up to a number of log-uniform size, so that lengths are uneven. Reward: the part that is right."""
+    """Count up to a number of log-uniform size, so that lengths are uneven. Reward: the fraction that is right."""
 
     template: Template = "Write the numbers from 1 to {question}, separated by commas."
     largest: int = 120

@@ -56,11 +56,13 @@ def add_work(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     parser.add_argument("--prompts", type=int, default=32, help="prompts per batch, over all ranks")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--turns", type=int, default=1, help="sequences of each episode, of an agent if more than one")
-    tokens = partial(parser.add_argument, type=int, nargs=2, metavar=("LEAST", "MOST"))
-    tokens("--prompt-tokens", default=[SHORTEST_PROMPT, LONGEST_PROMPT])
-    tokens("--message-tokens", default=[100, 200], help="added by a turn: an answer without thoughts, a tool's output")
-    what = "what siblings and turns have in common, and the trainer computes once"
-    parser.add_argument("--reuse", choices=REUSE, default=REUSE[0], help=f"{what}: an episode's history, or less")
+    add_range = partial(parser.add_argument, type=int, nargs=2, metavar=("LEAST", "MOST"))
+    add_range("--prompt-tokens", default=[SHORTEST_PROMPT, LONGEST_PROMPT])
+    add_range(
+        "--message-tokens", default=[100, 200], help="added by a turn: an answer without thoughts, a tool's output"
+    )
+    what = "the history of all turns, the first prompt, or nothing"
+    parser.add_argument("--reuse", choices=REUSE, default=REUSE[0], help=f"what sequences have in common: {what}")
     parser.add_argument("--max-completion", type=int, default=1024)
     parser.add_argument(
         "--mean-completion",
@@ -142,20 +144,20 @@ def _group(index: int, rng: random.Random, options: argparse.Namespace, vocabula
     prompt = tokens(rng.randint(*options.prompt_tokens))
     length = partial(_geometric, rng, options.mean_completion, options.max_completion)
     lengths = [[length() for _ in range(options.turns)] for _ in range(options.group_size)]
-    own = _OwnTokens(len(prompt), options.reuse, random.Random(index), vocabulary)
+    unshared = _Unshared(len(prompt), options.reuse, random.Random(index), vocabulary)
     rollouts = []
     for sibling, turns in enumerate(lengths):
         # A message follows the one before, without what was sampled: the agent's chat template strips thoughts.
         history, sequences = prompt, []
         for turn, count in enumerate(turns):
             history = history + tokens(rng.randint(*options.message_tokens)) if turn else history
-            sequences.append(_rollout(own.replaced(history), tokens(count), float(sibling % 2), vocabulary))
+            sequences.append(_rollout(unshared.replaced(history), tokens(count), float(sibling % 2), vocabulary))
         rollouts.append(replace(sequences[0], further=sequences[1:]))
     return Group(prompt=Prompt(index=index, token_ids=prompt, text="", item={}, source="synthetic"), rollouts=rollouts)
 
 
-class _OwnTokens(NamedTuple):
-    """Tokens that replace those that prompts are not to have in common. Lengths are the same with each --reuse."""
+class _Unshared(NamedTuple):
+    """Replaces tokens that --reuse excludes from sharing by random ones. Lengths are the same with each --reuse."""
 
     prompt_length: int
     reuse: str

@@ -116,7 +116,7 @@ class Tokens:
     last: Completion | None = None
     """The last sampled message."""
     versions: tuple[tuple[int, int], ...] = ()
-    """(start, policy_version) of the parts that different weights sampled. start: a position in token_ids."""
+    """(start, policy_version) of each run of messages that the same weights sampled. start: position in token_ids."""
     routes: "Routes | None" = None
 
     @classmethod

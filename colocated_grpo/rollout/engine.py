@@ -127,7 +127,10 @@ class LocalEngine(RolloutEngine, Protocol):
         """Replace the weights of whole layers from full tensors by checkpoint name. Slow; correct for every model."""
 
     def sampled(self) -> Finished:
-        """Return what running requests without stop strings have sampled so far, with finish_reason 'abort'."""
+        """Return what running requests without stop strings have sampled so far. They go on.
+
+        finish_reason is 'abort'. Requests that have no token yet are left out.
+        """
 
     def asleep_bytes(self) -> int:
         """Device memory of this process that `wake` would map; 0 for an engine that never sleeps."""

@@ -129,7 +129,10 @@ class EpisodeRunner:
             playing.task.add_done_callback(partial(self._end, playing))
 
     def settle(self, *, idle: bool) -> None:
-        """Report prompts whose last episode has ended. idle: no request is running."""
+        """Call `ended` for prompts whose last episode has ended, and end overdue episodes from time to time.
+
+        idle: no request is running.
+        """
         while self._ended:
             if (playing := self._ended.popleft()) in self._playing:
                 self._store(playing, playing.task.result())

@@ -3,10 +3,10 @@
 Each engine samples its part of a pool of pending groups, which is larger than a step. When as many groups as it trains
 are complete, its other requests are interrupted. Their tokens are kept on the host, and the next step continues them
 with its own weights. The groups of an engine stay with it, and each engine decides alone when its step ends. So no rank
-waits for another while it samples, and a resumed run repeats the uninterrupted one.
+waits for another while it samples, and a resumed run without conversations repeats the uninterrupted one.
 
-Of a conversation, a step finishes the message that is being sampled. The next step samples the next message; tools run
-while the policy trains. Conversations are not part of a checkpoint: a resumed run plays them again.
+A step finishes the messages of conversations that are being sampled. Later steps sample the messages after them; tools
+run while the policy trains. Conversations are not part of a checkpoint: a resumed run plays them from the start.
 
 Every drawn prompt is trained once: complete groups are trained in the order in which they were drawn, a step waits for
 groups that have reached `max_age`, and the last steps draw fewer prompts. Prompts with long completions are thus
@@ -112,7 +112,7 @@ class PartialSupply(Supply):
     def _sample(self, step: int, groups: list[Pending], wanted: int) -> _Sampled | None:
         """Continue the groups until enough are complete, and return `wanted` of these. Returns None after a stop."""
         collector, sampling = self.prompts.collector, self.prompts.sampling
-        begin = self._conversations(step, groups)
+        begin = self._starter(step, groups)
         batch = PartialBatch(groups, collector.driver, sampling, collector.seed)
         batch.include(self._scored)
         calls = self._score(batch, batch.complete)  # of a resumed run, whose checkpoint has no scores
@@ -139,8 +139,8 @@ class PartialSupply(Supply):
         kept = [tokens for one in unfinished if (tokens := len(one.token_ids))]
         return _Sampled(trained, len(kept) + collector.episodes.running, sum(kept))
 
-    def _conversations(self, step: int, groups: Sequence[Pending]) -> Callable[[], None]:
-        """Return a function that begins those that do not run yet, while fewer run than the engine decodes at once.
+    def _starter(self, step: int, groups: Sequence[Pending]) -> Callable[[], None]:
+        """Return a function that begins conversations, while fewer are unfinished than the engine decodes at once.
 
         All turns are queued in order of arrival, so if all began at once, all would end at about the same time.
         """
@@ -189,7 +189,8 @@ class PartialSupply(Supply):
         if len(saved) != engines:
             groups = sorted((group for part in saved for group in part), key=lambda group: group.prompt.index)
             per_step = self.prompts.config.prompts_per_step
-            saved = [[] for _ in range(engines)]  # in the shares of a step, or the last step would leave some
+            # As a step's groups are dealt, or an engine could have more groups than its remaining steps train.
+            saved = [[] for _ in range(engines)]
             for place, group in enumerate(groups):
                 saved[place % per_step % engines].append(group)
         self._pending, self._sizes = saved[self.place.engine], [len(part) for part in saved]
@@ -225,7 +226,7 @@ class PartialBatch:
                 yield place
 
     def include(self, scored: Container[int]) -> None:
-        """Count the groups of conversations that have ended. scored: prompt indices."""
+        """Mark the groups of conversations that have ended as complete. scored: prompt indices."""
         ended = {place for place in self._playing if self.groups[place].prompt.index in scored}
         self._playing -= ended
         self.complete |= ended

@@ -256,10 +256,11 @@ def held(tensors: Mapping[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
 
 def own_rows(tensors: Mapping[str, torch.Tensor], names: Collection[str]) -> list[torch.Tensor]:
     """Compute and return this rank's rows of the tensors with these names, without making DTensors. Not collective."""
-    in_memory = held(tensors)
-    missing = [name for name in names if name not in in_memory]
-    computed = dict(zip(missing, tensors.compute(missing), strict=True)) if isinstance(tensors, Computed) else {}
-    return [computed[name] if name in computed else local_part(in_memory[name]) for name in names]
+    if not isinstance(tensors, Computed):
+        return [local_part(tensors[name]) for name in names]
+    wanted = [name for name in names if name not in tensors.held]
+    computed = dict(zip(wanted, tensors.compute(wanted), strict=True))
+    return [computed[name] if name in computed else local_part(tensors.held[name]) for name in names]
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:

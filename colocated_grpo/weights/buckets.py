@@ -70,7 +70,7 @@ def count_shards(parameters: Mapping[str, Tensor]) -> int:
 
 def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch.dtype) -> list[Bucket]:
     """Split the parameters, in order, into buckets of about BUCKET_BYTES gathered."""
-    limit = BUCKET_BYTES // max(dtype.itemsize, 2) // num_shards  # values in 8 bits are computed from 16 bits
+    limit = BUCKET_BYTES // max(dtype.itemsize, 2) // num_shards  # 8 bits: rounded from a 16-bit copy, which counts
     buckets: list[Bucket] = []
     members: dict[str, torch.Size] = {}
     size = 0
@@ -81,7 +81,9 @@ def make_buckets(shapes: Mapping[str, torch.Size], num_shards: int, dtype: torch
             members, size = {}, 0
         members[name] = shape
         size += slot
-    return [*buckets, Bucket(shapes=members, dtype=dtype, num_shards=num_shards, size=size)]
+    if members:
+        buckets.append(Bucket(shapes=members, dtype=dtype, num_shards=num_shards, size=size))
+    return buckets
 
 
 def gather(bucket: Bucket, parameters: Mapping[str, Tensor], device: torch.device) -> Tensor:

@@ -217,10 +217,10 @@ def in_8_bits(
 ) -> Computed:
     """Return the parameters as the engine stores them: those in `names` as fp8 values and, under name + SCALE, scales.
 
-    Both are integers, which no sync casts. Values are computed on `device` at each access. Scales are computed with
-    them: read them once, with or after their values. dtype: the engine's, to which weights are rounded first.
+    Both are integers, which no sync casts. Each access to values computes them on `device`, together with their scales,
+    which can be read once, in the same call or later. dtype: the engine's, to which weights are rounded first.
     """
-    last: dict[str, Tensor] = {}
+    unread: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def compute(wanted: Sequence[str]) -> list[Tensor]:
@@ -234,13 +234,13 @@ def in_8_bits(
             weights_RC = torch.empty(sum(counts), columns, dtype=dtype, device=device)
             torch._foreach_copy_(weights_RC.split(counts), list(group.values()))
             values_RC, scales_R1 = quantized(weights_RC)
-            last.update(zip(group, values_RC.split(counts), strict=True))
-            last.update(zip([name + SCALE for name in group], scales_R1.split(counts), strict=True))
-        return [last.pop(name) for name in wanted]
+            unread.update(zip(group, values_RC.split(counts), strict=True))
+            unread.update(zip([name + SCALE for name in group], scales_R1.split(counts), strict=True))
+        return [unread.pop(name) for name in wanted]
 
-    all_sharded = {**held(parameters), **parameters.sharded_as} if isinstance(parameters, Computed) else parameters
+    sharded_as = {**held(parameters), **parameters.sharded_as} if isinstance(parameters, Computed) else parameters
     others = {name: parameters[name] for name in parameters if name not in names}
-    weights = {name: all_sharded[name] for name in parameters if name in names}  # in the same order on all ranks
+    weights = {name: sharded_as[name] for name in parameters if name in names}  # in the same order on all ranks
     return Computed(others, weights | {name + SCALE: weight for name, weight in weights.items()}, compute)
 
 

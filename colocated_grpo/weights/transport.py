@@ -82,7 +82,7 @@ class ShardFingerprints:
         self._first_rows = dict(zip(parameters, first_rows, strict=True))
         computed = {name: shapes[n] for n, name in enumerate(parameters) if name not in held(parameters)}
         self._computed = make_buckets(computed, count_shards(parameters), dtype)
-        """Those of a bucket are in memory together, at other addresses each time."""
+        """Computed tensors, in groups that are in memory together. Their addresses differ at each call."""
         self.copies = _copies(own, shapes, world)
 
     @torch.no_grad()

@@ -84,6 +84,10 @@ def test_a_tensor_parallel_rank_gets_its_rows_or_columns(received, dim, rank):
         assert torch.equal(targets[name].view, part), name
 
 
+def test_no_parameters_need_no_bucket():
+    assert make_buckets({}, 1, torch.bfloat16) == []
+
+
 def test_a_bucket_holds_at_least_one_parameter_and_at_most_its_bytes(monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", SMALL)
     shapes = {"large": torch.Size([100, 4]), **{str(n): torch.Size([10]) for n in range(7)}}
