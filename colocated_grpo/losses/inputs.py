@@ -12,6 +12,10 @@ from torch import Tensor
 from colocated_grpo.metrics import Stat
 
 
+def _unchanged(sums_S: Tensor) -> Tensor:
+    return sums_S
+
+
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """Constants that a loss compares the current log-probabilities with.
@@ -37,7 +41,7 @@ class LossInputs:
     plain_N: Tensor | None = None
     """bool. True for plainly sampled tokens (see `Rollout.plain`). Their sampling and old log-probabilities differ only
     by rounding and by the optimizer steps since the tokens were sampled. None: not measured."""
-    sum_over_group: Callable[[Tensor], Tensor] = lambda sums_S: sums_S
+    sum_over_group: Callable[[Tensor], Tensor] = _unchanged
     """All-reduces per-completion sums [S], forward and backward, over the ranks that hold the completions' tokens.
     Default: this rank holds all of them."""
 
