@@ -45,8 +45,8 @@ NOT_IN_CONFIG = {"torch", "vllm", "transformers"}
 PURE = {"advantages", "batching", "losses"}
 NOT_IN_PURE = {"torch.distributed", "vllm", "transformers"}
 # Lower them with what is deleted; what comes in must be worth what it costs to read.
-MOST_FILES, MOST_LINES = 250, 43_659
-MOST_LOADED_FILES, MOST_LOADED_LINES = 81, 12_767
+MOST_FILES, MOST_LINES = 250, 43_663
+MOST_LOADED_FILES, MOST_LOADED_LINES = 81, 12_771
 """What `import colocated_grpo.trainer` loads."""
 MOST_WITH_CONFIG = 38
 """Functions that take the whole `Config` instead of what they use."""
