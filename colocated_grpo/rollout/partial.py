@@ -15,7 +15,6 @@ trained as often as others.
 
 import json
 import time
-from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,13 +145,12 @@ class PartialSupply(Supply):
         """
         collector, sampling = self.prompts.collector, self.prompts.sampling
         new = [group.prompt for group in groups if not group.completions and group.prompt.index not in self._begun]
-        size = self.prompts.config.group_size
-        job = Job(name=f"train/{step}", prompts=new, group_size=size, sampling=sampling)
-        places = deque(range(len(new)))
+        job = Job(name=f"train/{step}", prompts=new, group_size=self.prompts.config.group_size, sampling=sampling)
+        queue = iter(enumerate(new))
 
         def begin() -> None:
-            while places and collector.episodes.running < collector.driver.max_num_seqs:
-                prompt = new[place := places.popleft()]
+            while collector.episodes.running < collector.driver.max_num_seqs and (first := next(queue, None)):
+                place, prompt = first
                 self._begun.add(prompt.index)
                 collector.episodes.start(job, place, partial(self._store, prompt))
 
@@ -210,12 +208,19 @@ class PartialBatch:
         self._driver = driver
         driver.submit(
             [
-                _request(group.prompt, sibling, completion, (place, sibling), sampling, seed)
-                for place, group in enumerate(groups)
-                for sibling, completion in enumerate(group.completions)
-                if completion.finish_reason == UNFINISHED
+                _request(self.groups[place].prompt, sibling, completion, (place, sibling), sampling, seed)
+                for (place, sibling), completion in self._unfinished().items()
             ]
         )
+
+    def _unfinished(self) -> dict[tuple[int, int], Completion]:
+        """Return the unfinished completions by the key of their request: place of the group, sibling."""
+        return {
+            (place, sibling): completion
+            for place, group in enumerate(self.groups)
+            for sibling, completion in enumerate(group.completions)
+            if completion.finish_reason == UNFINISHED
+        }
 
     def advance(self) -> Iterator[int]:
         """Run one step of the engine. Yields the groups that it completed."""
@@ -234,12 +239,7 @@ class PartialBatch:
 
     def interrupt(self, sampled: Finished) -> None:
         """End the requests of this batch, and keep what they have sampled."""
-        unfinished = {
-            (place, sibling)
-            for place, group in enumerate(self.groups)
-            for sibling, completion in enumerate(group.completions)
-            if completion.finish_reason == UNFINISHED
-        }
+        unfinished = self._unfinished().keys()
         self.add((key, completion) for key, completion in sampled if key in unfinished)
         self._driver.withdraw(unfinished)
 

@@ -16,7 +16,7 @@ from colocated_grpo.environments.agents.programs import PREFIX, OpenEpisode, Ope
 from colocated_grpo.environments.agents.sequences import TooManyRequests
 from colocated_grpo.environments.chat import ContextExhausted
 from colocated_grpo.environments.rewards.builtin import OPEN_CALL, read_calls
-from colocated_grpo.servers.app import CHAT, EVENT_STREAM, cancel_on_disconnect, limited, new_app
+from colocated_grpo.servers.app import CHAT, EVENT_STREAM, cancel_on_disconnect, new_app, with_limits
 from colocated_grpo.servers.request_bodies import ChatBody
 from colocated_grpo.servers.responses import ChatFormat
 from colocated_grpo.servers.sampler import CompletionPart
@@ -102,7 +102,7 @@ def create_agent_app(episodes: OpenEpisodes, codec: TextCodec, model: str, stop:
         events = [f"data: {json.dumps(chunk)}\n\n" for chunk in _chunks(response, include_usage=body.includes_usage)]
         return Response("".join([*events, "data: [DONE]\n\n"]), media_type=EVENT_STREAM)
 
-    return OwnRequests(EpisodeGate(limited(app, max_tokens, {CHAT}), episodes), None)
+    return OwnRequests(EpisodeGate(with_limits(app, max_tokens, {CHAT}), episodes), None)
 
 
 def _parse_calls(response: JsonObject, episode: OpenEpisode) -> None:

@@ -66,13 +66,13 @@ def create_app(
 
     _add_sampling_routes(app, sampler, model)
     add_routes(app)
-    guarded = limited(app, max_tokens, SAMPLING_PATHS.union(large_paths), max_body_bytes, max_requests)
+    guarded = with_limits(app, max_tokens, SAMPLING_PATHS.union(large_paths), max_body_bytes, max_requests)
     if api_key is None:
         return OwnRequests(guarded, hosts)
     return OwnRequests(RequireApiKey(guarded, api_key, PUBLIC_PATHS), None)
 
 
-def limited(
+def with_limits(
     app: ASGIApp, max_tokens: int, paths: Collection[str], max_bytes: int = MAX_BYTES, max_requests: int = MAX_REQUESTS
 ) -> ASGIApp:
     """Return the application behind its limits. max_tokens: context length. paths: those of large bodies."""

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from colocated_grpo.servers.app import limited
+from colocated_grpo.servers.app import with_limits
 from colocated_grpo.servers.request_bodies import (
     SAMPLED,
     ChatBody,
@@ -195,7 +195,7 @@ def test_the_memory_of_a_body_that_makes_room_for_itself_is_free_once(monkeypatc
             await served.wait()
             await Response()(scope, receive, send)
 
-        limit = limited(app, 16, {"/"}, size)
+        limit = with_limits(app, 16, {"/"}, size)
         found = []
         for others, last in ([(size,)] * 3 + [(size - part,)], (part, 1)), ([(size,)] * 4, (part,)):
             served.clear()
